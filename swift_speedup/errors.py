@@ -1,0 +1,21 @@
+"""Every error this package raises on its own behalf. A message says what, where, got vs expected, and what to do."""
+
+
+class SpeedupError(Exception):
+    """Base class: catch it to catch everything that swift_speedup itself raises."""
+
+
+class ConfigError(SpeedupError, ValueError):
+    """An option has an unknown name or a value that is not allowed."""
+
+
+class AttachError(SpeedupError, RuntimeError):
+    """``MyModel`` cannot be attached to this object, or is already attached with other options."""
+
+
+class FrontierError(SpeedupError, RuntimeError):
+    """A module that must be trained would get no gradient; training on would be silently wrong."""
+
+
+class HostError(SpeedupError, RuntimeError):
+    """The installed ms-swift is missing, or is not one this version can hook into."""
