@@ -1,0 +1,94 @@
+"""Class swap: route every call of a module through a function of ours without touching the module's own contents.
+
+One dynamic subclass per original class serves all its instances, because hosts look modules up by class (FSDP wraps the
+class of the first match only). The subclass keeps name, qualname and module: ``save_pretrained``, output capturing and
+remote-code saving read them. Only ``__call__`` is overridden: ``forward`` may be shadowed on the instance by the host.
+"""
+from collections.abc import Callable, Iterable
+from typing import Any, Optional
+
+import torch
+from torch import nn
+
+CallHandler = Callable[[nn.Module, Callable, tuple, dict], Any]
+_MARK = '_speedup_swap'
+
+
+class ClassSwap:
+    """All swapped classes of one attachment.
+
+    ``handler(module, original_call, args, kwargs)`` receives every call; ``original_call`` is the original class's unbound
+    ``__call__``. ``handle`` is what ``root.speedup`` answers.
+    """
+
+    def __init__(self, handler: CallHandler, root: nn.Module, handle: Any):
+        self.root = root
+        self.handle = handle
+        self._handler = handler
+        self._classes: dict[type, type] = {}
+
+    def apply(self, modules: Iterable[nn.Module]) -> None:
+        """Swap ``modules``; their classes must be :func:`swappable`."""
+        for module in modules:
+            original = type(module)
+            if original not in self._classes:
+                self._classes[original] = self._subclass(original)
+            module.__class__ = self._classes[original]
+
+    def undo(self) -> None:
+        """Give every swapped module below the root its own class back, modules that moved there since included."""
+        for module in self.root.modules():
+            if _swap_of(module) is self:
+                module.__class__ = original_class(module)
+
+    def _subclass(self, original: type) -> type:
+        swap, handler, original_call = self, self._handler, original.__call__
+
+        def __call__(self, *args, **kwargs):
+            return handler(self, original_call, args, kwargs)
+
+        def __reduce_ex__(self, protocol):
+            # Pickles and deep copies are those of the plain module: nothing of ours may outlive this object (Rule 2).
+            function, arguments, *rest = original.__reduce_ex__(self, protocol)
+            return (function, tuple(original if argument is swapped else argument for argument in arguments), *rest)
+
+        def speedup(self):
+            if self is not swap.root:
+                raise AttributeError('speedup')
+            return swap.handle
+
+        namespace = {
+            '__module__': original.__module__,
+            '__qualname__': original.__qualname__,
+            '__doc__': original.__doc__,
+            '__call__': __call__,
+            '__reduce_ex__': __reduce_ex__,
+            'speedup': property(speedup),
+            _MARK: swap,
+        }
+        swapped = type(original)(original.__name__, (original,), namespace)
+        return swapped
+
+
+def _swap_of(module: Any) -> Optional[ClassSwap]:
+    return type(module).__dict__.get(_MARK)
+
+
+def original_class(module: nn.Module) -> type:
+    """The module's own class, swapped or not."""
+    return type(module).__bases__[0] if _swap_of(module) is not None else type(module)
+
+
+def root_handle(module: Any) -> Any:
+    """The handle of the attachment whose root is ``module``; ``None`` when there is none."""
+    swap = _swap_of(module)
+    return swap.handle if swap is not None and swap.root is module else None
+
+
+def is_swapped(module: Any) -> bool:
+    return _swap_of(module) is not None
+
+
+def swappable(module: nn.Module) -> bool:
+    """Whether the class of ``module`` can be swapped: compiled and traced modules have classes of their own making."""
+    return not isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)) and not is_swapped(module)
