@@ -19,7 +19,7 @@ class Stats:
     errors: int = 0  # cache troubles that became misses (Rule 7)
     frozen_seconds: float = 0.0  # host time inside cached segments that were run
     lookup_seconds: float = 0.0  # host time spent on keys, fingerprints and assembling hits
-    saved_seconds: float = 0.0  # estimate: hits at the measured seconds per row, less lookup_seconds; host clock
+    saved_seconds: float = 0.0  # estimate: hits at the measured seconds per row; host clock
 
     @property
     def hit_rate(self) -> float:

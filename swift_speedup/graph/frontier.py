@@ -37,6 +37,7 @@ class Frontier:
     """
 
     def __init__(self, root: nn.Module, names: Mapping[nn.Module, str]):
+        self._root = root
         self.reused: frozenset[nn.Module] = frozenset()
         self.evaluate: Optional[Evaluate] = None
         self.manual = checkpointing.ManualCheckpoints(root)
@@ -58,7 +59,9 @@ class Frontier:
             output = self._apply_rules(module, original_call, args, kwargs)
         finally:
             state.depth -= 1
-        return self._keep_backward_possible(output) if outermost and state.severed else output
+        if outermost and state.severed and module is self._root and not _is_frozen(module, state.frozen):
+            output = self._keep_backward_possible(output)
+        return output
 
     def is_frozen(self, module: nn.Module) -> bool:
         """Whether no tensor that belongs to ``module`` or to a module inside it requires grad now."""

@@ -15,37 +15,40 @@ class LeafCheck:
     """Watches the leaves of the first backward pass; later passes only check that outputs are differentiable."""
 
     def __init__(self):
-        self._waiting: dict[str, tuple[nn.Module, torch.Tensor]] = {}
-        self._got_gradient: set[str] = set()
+        self._watched: dict[str, nn.Module] = {}
+        self._reached: set[str] = set()  # an output got a gradient in this backward pass
+        self._trained: set[str] = set()  # the leaf got one
         self._queued = False
         self._done = False
 
     def watch(self, name: str, module: nn.Module, leaf: torch.Tensor, output: Any) -> None:
-        """``module`` (at path ``name``) was called with ``leaf`` and answered ``output``; raises ``FrontierError`` if that cannot train."""
+        """``module`` (at path ``name``) was called with ``leaf`` and answered ``output``.
+
+        Raises ``FrontierError`` when that cannot train the module, now or at the end of the first backward pass.
+        """
         differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if not differentiable:
-            raise FrontierError(f'{name or "the model"}: it has trainable parameters and got an input that requires grad, '
+            raise FrontierError(f'{name}: it has trainable parameters and got an input that requires grad, '
                                 f'but no output does; {_REMEDY}')
         if self._done:
             return
-        self._waiting[name] = (module, leaf)
-        leaf.register_hook(lambda gradient: self._got_gradient.add(name))
+        self._watched[name] = module
+        leaf.register_hook(lambda gradient: self._trained.add(name))
         for tensor in differentiable:
-            tensor.register_hook(self._on_backward)
+            tensor.register_hook(lambda gradient: self._on_backward(name))
 
-    def _on_backward(self, gradient: torch.Tensor) -> None:
+    def _on_backward(self, name: str) -> None:
+        self._reached.add(name)
         if not self._queued:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._conclude)
 
     def _conclude(self) -> None:
-        missing = [name for name, (module, _) in self._waiting.items()
-                   if name not in self._got_gradient and not _has_gradient(module)]
-        self._waiting.clear()
-        self._got_gradient.clear()
+        untrained = [name for name in self._reached - self._trained if not _has_gradient(self._watched[name])]
         self._done = True
-        if missing:
-            raise FrontierError(f'{", ".join(missing)}: no gradient arrived in the first backward pass; {_REMEDY}')
+        self._watched.clear()
+        if untrained:
+            raise FrontierError(f'{", ".join(sorted(untrained))}: no gradient arrived in the first backward pass; {_REMEDY}')
 
 
 def _has_gradient(module: nn.Module) -> bool:
