@@ -4,6 +4,7 @@ One dynamic subclass per original class serves all its instances, because hosts 
 class of the first match only). The subclass keeps name, qualname and module: ``save_pretrained``, output capturing and
 remote-code saving read them. Only ``__call__`` is overridden: ``forward`` may be shadowed on the instance by the host.
 """
+import copyreg
 from collections.abc import Callable, Iterable
 from typing import Any, Optional
 
@@ -50,6 +51,8 @@ class ClassSwap:
         def __reduce_ex__(self, protocol):
             # Pickles and deep copies are those of the plain module: nothing of ours may outlive this object (Rule 2).
             function, arguments, *rest = original.__reduce_ex__(self, protocol)
+            if function is copyreg.__newobj__:  # pickle insists on the object's present class there
+                function = object.__new__
             return (function, tuple(original if argument is swapped else argument for argument in arguments), *rest)
 
         def speedup(self):

@@ -156,13 +156,13 @@ class Memo:
         """Evaluate the smallest sample once more and alone: it must come out as its rows in the batch did."""
         batch = lookup.batch
         chosen = min(range(len(batch.rows)), key=batch.rows.__getitem__)
-        _, leaves = flatten(output)
+        structure, leaves = flatten(output)
         expected = [batch.split_leaf(leaf, range(len(batch.rows)))[chosen] for leaf in leaves]
         self._stats.checks += 1
         with self._purity.preserved(), self._purity.observe(mode):
-            _, alone = flatten(run(*batch.subset([chosen])))
-        if len(alone) != len(expected):
-            self._purity.forbid(mode, f'one sample alone gives {len(alone)} outputs, in a batch {len(expected)}')
+            structure_alone, alone = flatten(run(*batch.subset([chosen])))
+        if structure_alone != structure:
+            self._purity.forbid(mode, 'a sample evaluated alone gives an output of another structure than a batch')
         for number, (found, wanted) in enumerate(zip(alone, expected)):
             if not _close(found, wanted):
                 self._purity.forbid(mode, f'output {number} of a sample evaluated again and alone differs from its rows in the batch')

@@ -1,0 +1,16 @@
+"""swift_speedup: faster fine-tuning of models with frozen parts, for ms-swift and Trainer-style loops, with the same results.
+
+    from swift_speedup import MyModel
+    model = MyModel(model)
+"""
+from .api import MyModel, Speedup
+from .config import SpeedupConfig
+from .errors import AttachError, ConfigError, FrontierError, HostError, SpeedupError
+from .segments.plan import Plan, SegmentPlan
+from .stats import Stats
+
+__version__ = '0.1.0'
+__all__ = [
+    'AttachError', 'ConfigError', 'FrontierError', 'HostError', 'MyModel', 'Plan', 'SegmentPlan', 'Speedup', 'SpeedupConfig',
+    'SpeedupError', 'Stats', '__version__',
+]

@@ -1,0 +1,117 @@
+"""Rule 4: only pure segments are cached. What reading the module can say, and what watching it run shows."""
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import numpy
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+
+class Gate:
+    """Purity of one segment by train/eval mode; see ``memo.memo.Purity``."""
+
+    def __init__(self, path: str, module: nn.Module):
+        self._path = path
+        self._module = module
+        self._verified: set[bytes] = set()
+        self._forbidden: dict[bytes, str] = {}
+
+    def refusal(self, mode: bytes) -> Optional[str]:
+        """Why the segment may not be reused in this mode now, ``None`` if it may."""
+        if mode in self._forbidden:
+            return self._forbidden[mode]
+        return self.static_refusal() if mode not in self._verified else None
+
+    def static_refusal(self) -> Optional[str]:
+        """What reading the module says against reuse in its current mode."""
+        return _weights_elsewhere(self._path, self._module) or _active_randomness(self._path, self._module)
+
+    def verified(self, mode: bytes) -> bool:
+        return mode in self._verified
+
+    def confirm(self, mode: bytes) -> None:
+        self._verified.add(mode)
+
+    def forbid(self, mode: bytes, reason: str) -> None:
+        self._forbidden.setdefault(mode, reason)
+
+    @contextmanager
+    def observe(self, mode: bytes) -> Iterator[None]:
+        """Forbid reuse if what runs inside draws random numbers or writes a buffer."""
+        generators, buffers = _generator_states(self._module), _buffer_versions(self._module)
+        yield
+        drawn = [name for name, state in _generator_states(self._module).items() if not _same(state, generators[name])]
+        if drawn:
+            self.forbid(mode, f'it draws random numbers ({", ".join(drawn)})')
+        written = [name for name, version in _buffer_versions(self._module).items() if buffers.get(name) != version]
+        if written:
+            self.forbid(mode, f'it writes its buffers ({", ".join(written[:3])})')
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Put random number generators back to where they were: an extra run must not change training."""
+        states = _generator_states(self._module)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(states['torch'])
+            random.setstate(states['random'])
+            numpy.random.set_state(states['numpy'])
+            for name, state in states.items():
+                if name.startswith('cuda'):
+                    torch.cuda.set_rng_state(state, name)
+
+
+def _weights_elsewhere(path: str, module: nn.Module) -> Optional[str]:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        place = f'{path}.{name}'
+        if tensor.is_meta:
+            return f'{place} is on the meta device, so weights cannot be fingerprinted'
+        if hasattr(tensor, 'ds_id'):
+            return f'{place} is partitioned by DeepSpeed ZeRO-3'
+        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+            return f'{place} is a {type(tensor).__name__}, so this rank may not hold all of it'
+    return None
+
+
+def _active_randomness(path: str, module: nn.Module) -> Optional[str]:
+    for name, part in module.named_modules():
+        if not part.training:
+            continue
+        place = f'{path}.{name}'.strip('.')
+        if isinstance(part, _DropoutNd) and part.p > 0:
+            return f'dropout p={part.p} is active at {place}'
+        rate = getattr(part, 'drop_prob', None) if 'drop' in type(part).__name__.lower() else None
+        if isinstance(rate, float) and rate > 0:
+            return f'drop path p={rate} is active at {place}'
+        if isinstance(part, _NormBase) and part.track_running_stats:
+            return f'batch statistics are updated at {place}'
+        if isinstance(part, (nn.RReLU,)):
+            return f'random slopes are drawn at {place}'
+    return None
+
+
+def _generator_states(module: nn.Module) -> dict[str, Any]:
+    states: dict[str, Any] = {
+        'torch': torch.get_rng_state(), 'random': random.getstate(), 'numpy': numpy.random.get_state()}
+    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == 'cuda'}
+    states.update({str(device): torch.cuda.get_rng_state(device) for device in devices})
+    return states
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, tuple):
+        return all(_same(one, other) for one, other in zip(left, right))
+    if isinstance(left, numpy.ndarray):
+        return numpy.array_equal(left, right)
+    return left == right
+
+
+def _buffer_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
