@@ -1,0 +1,1 @@
+"""``swift-speedup``: one small file per command."""

@@ -1,0 +1,98 @@
+"""ms-swift 3.12.6 to 4.6.0: where the plugin attaches to its trainers, and how flags reach it.
+
+One method has the same name, module and signature in all these releases and runs after adapters, checkpointing and its hooks,
+before the optimizer and the parallel wrappers: ``SwiftMixin._prepare_gradient_checkpointing``.
+"""
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import runpy
+from typing import Any, Optional
+
+from ..api import attach
+from ..config import FLAG_PREFIX, SpeedupConfig, flag_name, option_fields
+from ..errors import HostError
+from ..graph.swap import is_swapped
+from ..log import logger
+from .trainer import SummaryCallback
+
+_HOOKED = '_swift_speedup_original'
+# command -> where its pipeline class lives, newest layout first
+_PIPELINES = {
+    'sft': ('SwiftSft', 'swift.pipelines.train.sft', 'swift.llm.train.sft'),
+    'pt': ('SwiftPretrain', 'swift.pipelines.train.pretrain', 'swift.llm.train.pt'),
+    'rlhf': ('SwiftRLHF', 'swift.pipelines.train.rlhf', 'swift.llm.train.rlhf'),
+}
+
+
+def install(config: Optional[SpeedupConfig] = None) -> None:
+    """Attach to every model that an ms-swift trainer of this process trains from now on.
+
+    ``None``: options come from the environment, read when the model is there, because ``--model_kwargs`` sets variables after
+    plugins are imported. Calling it again replaces the options. Raises ``HostError`` for an ms-swift without the hook point.
+    """
+    try:
+        mixin = importlib.import_module('swift.trainers.mixin').SwiftMixin
+        method = mixin._prepare_gradient_checkpointing
+    except (ImportError, AttributeError) as missing:
+        raise HostError(f'cannot hook into the installed ms-swift ({missing}); versions 3.12.6 to 4.6.0 are supported') from missing
+    original = getattr(method, _HOOKED, method)
+
+    @functools.wraps(original)
+    def prepare(trainer: Any, model: Any) -> None:
+        original(trainer, model)
+        _attach_to(trainer, SpeedupConfig.from_env() if config is None else config)
+
+    setattr(prepare, _HOOKED, original)
+    mixin._prepare_gradient_checkpointing = prepare
+
+
+def uninstall() -> None:
+    """Take the hook back; models that are attached stay so."""
+    mixin = importlib.import_module('swift.trainers.mixin').SwiftMixin
+    method = mixin._prepare_gradient_checkpointing
+    mixin._prepare_gradient_checkpointing = getattr(method, _HOOKED, method)
+
+
+def _attach_to(trainer: Any, config: SpeedupConfig) -> None:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if any(is_swapped(module) for module in model.modules()):
+        logger.info('the model already has swift_speedup attached; its own options stay')
+        return
+    attach(model, config)
+    trainer.add_callback(SummaryCallback(model.speedup))
+
+
+def run_command(command: str) -> None:
+    """Run ``swift <command>`` in this process with the plugin's flags added to its own. ``sys.argv`` holds the flags."""
+    class_name, *modules = _PIPELINES[command]
+    pipeline = getattr(_first_importable(modules), class_name)
+    pipeline.args_class = _with_flags(pipeline.args_class)
+    runpy.run_path(importlib.util.find_spec(f'swift.cli.{command}').origin, run_name='__main__')
+
+
+def _first_importable(modules: list[str]) -> Any:
+    for name in modules:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as missing:
+            if not name.startswith(missing.name or '?'):
+                raise
+    raise HostError(f'the installed ms-swift has none of {", ".join(modules)}; versions 3.12.6 to 4.6.0 are supported')
+
+
+def _with_flags(arguments: type) -> type:
+    """A subclass of the host's argument class with one text field per option; they are parsed where all options are."""
+
+    def __post_init__(self):
+        given = {option.name: getattr(self, FLAG_PREFIX + option.name) for option in option_fields()}
+        install(SpeedupConfig.from_named({name: value for name, value in given.items() if value is not None}, flag_name))
+        arguments.__post_init__(self)
+
+    fields = [(FLAG_PREFIX + option.name, Optional[str], dataclasses.field(
+        default=None, metadata={'help': option.metadata['help']})) for option in option_fields()]
+    extended = dataclasses.make_dataclass(
+        arguments.__name__, fields, bases=(arguments,), namespace={'__post_init__': __post_init__})
+    extended.__module__ = arguments.__module__
+    return extended

@@ -1,0 +1,23 @@
+"""For any Hugging Face ``Trainer``: one line of numbers when training ends (Rule 11)."""
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ..api import Speedup
+from ..log import logger
+
+
+class SummaryCallback(TrainerCallback):
+    """Logs what was reused and what was computed, on the process that logs for the node."""
+
+    def __init__(self, handle: Speedup):
+        self._handle = handle
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_local_process_zero:
+            return
+        stats = self._handle.stats
+        logger.info('reused %d of %d samples (%.1f %%), %d computed in %d calls, about %.1f s saved; %d samples, %.1f MB kept; '
+                    '%d calls could not be looked up, %d cache troubles', stats.hits + stats.deduplicated,
+                    stats.hits + stats.deduplicated + stats.misses, 100 * stats.hit_rate, stats.misses, stats.frozen_calls,
+                    stats.saved_seconds, stats.stored_samples, stats.stored_bytes / 1e6, stats.bypassed, stats.errors)
