@@ -50,12 +50,10 @@ PHOTOS = (
     Photo('coins.png', WHOLE, 'What is laid out here?', 'Four rows of old coins on a dark ground.'),
     Photo('coins.png', (0.0, 0.0, 1.0, 0.28), 'What is in this row?', 'Six coins; the last one is the largest.'),
     Photo('coins.png', (0.0, 0.72, 1.0, 1.0), 'What do you see?', 'The bottom row of a tray of coins.'),
+    Photo('coins.png', (0.7, 0.0, 1.0, 1.0), 'What is at the right?', 'Two columns of coins; some are large.'),
     Photo('moon.png', WHOLE, 'What kind of landscape is this?', 'The grey surface of the moon with craters.'),
     Photo('moon.png', (0.1, 0.0, 0.45, 0.35), 'What is the round thing?', 'A crater with one side in shadow.'),
     Photo('moon.png', (0.3, 0.5, 0.7, 1.0), 'What is dark here?', 'Shadows among rough ground.'),
-    Photo('horse.png', WHOLE, 'Which animal has this outline?', 'A horse, all in black.'),
-    Photo('horse.png', (0.55, 0.0, 1.0, 0.5), 'Which part of it is this?', 'The head and neck of a horse.'),
-    Photo('horse.png', (0.0, 0.5, 1.0, 1.0), 'How many legs are there?', 'There are four legs.'),
     Photo('page.png', WHOLE, 'What was photographed?', 'A page of printed text.'),
     Photo('page.png', (0.0, 0.0, 1.0, 0.28), 'What does the heading say?', 'It says Region-based segmentation.'),
     Photo('text.png', WHOLE, 'What is written here?', 'Handwritten formulas on lined paper.'),
@@ -68,6 +66,10 @@ PHOTOS = (
     Photo('gravel.png', WHOLE, 'What covers this surface?', 'Many small stones.'),
     Photo('brick.png', WHOLE, 'What is this wall made of?', 'Bricks in long straight rows.'),
     Photo('cell.png', WHOLE, 'What is the bright object?', 'A single cell seen through a microscope.'),
+    # Drawings, last: they fill up only when more than the photographs are asked for.
+    Photo('horse.png', WHOLE, 'Which animal has this outline?', 'A horse, all in black.'),
+    Photo('horse.png', (0.55, 0.0, 1.0, 0.5), 'Which part of it is this?', 'The head and neck of a horse.'),
+    Photo('horse.png', (0.0, 0.5, 1.0, 1.0), 'How many legs are there?', 'There are four legs.'),
     Photo('color.png', WHOLE, 'What is shown on black?', 'A round wheel of all colours.'),
 )
 

@@ -18,7 +18,8 @@ from .split import Call, NotSplittable, PackedGrid
 
 Run = Callable[[tuple, dict], Any]
 
-# Kernels may order sums by the shape of the batch; a sample alone must equal its rows in the batch within this, relative to its largest value.
+# Kernels may order sums by the shape of the batch; a sample alone must equal its rows in the batch within this share of the
+# largest value.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
