@@ -89,17 +89,26 @@ FAMILIES = {
 }
 
 
-def build(family: str, size: str = 'tiny', seed: int = 0) -> torch.nn.Module:
-    """A model in fp32 with weights drawn from ``seed``. Raises ``ValueError`` for names that are not in the table."""
+def build(family: str, size: str = 'tiny', seed: int = 0, vocabulary: int = VOCABULARY) -> torch.nn.Module:
+    """A model in fp32 with weights drawn from ``seed``. Raises ``ValueError`` for names that are not in the table.
+
+    A smaller ``vocabulary`` (at least 600) moves the special ids down with its end; ms-swift needs the real one.
+    """
+    shift = VOCABULARY - vocabulary
     described = lookup(family, size)
     shape = described.sizes[size]
     config = getattr(transformers, described.config)(
-        text_config=_TEXT | shape.text, vision_config=dict(spatial_merge_size=described.merge, patch_size=described.patch)
-        | shape.vision, **_VISION_IDS)
+        text_config=_moved(_TEXT, shift) | shape.text,
+        vision_config=dict(spatial_merge_size=described.merge, patch_size=described.patch) | shape.vision, **_moved(_VISION_IDS, shift))
     torch.manual_seed(seed)
     model = getattr(transformers, described.model)(config)
-    model.generation_config = transformers.GenerationConfig(eos_token_id=151645, pad_token_id=151643, bos_token_id=151643)
+    model.generation_config = transformers.GenerationConfig(
+        **{name: value - shift for name, value in _TEXT.items() if name.endswith('_token_id')})
     return model
+
+
+def _moved(values: dict[str, Any], shift: int) -> dict[str, Any]:
+    return {name: value - shift if name.endswith('_token_id') or name == 'vocab_size' else value for name, value in values.items()}
 
 
 def lookup(family: str, size: str) -> Family:
@@ -157,7 +166,7 @@ class Sample:
     text: int = 12
 
 
-def make_batch(family: str, samples: Sequence[Sample], seed: int) -> dict[str, torch.Tensor]:
+def make_batch(family: str, samples: Sequence[Sample], seed: int, vocabulary: int = VOCABULARY) -> dict[str, torch.Tensor]:
     """Keyword arguments of one training forward of ``samples``, right-padded. Equal seeds give equal batches."""
     described = FAMILIES[family]
     generator = torch.Generator().manual_seed(seed)
@@ -176,7 +185,9 @@ def make_batch(family: str, samples: Sequence[Sample], seed: int) -> dict[str, t
         rows.append(row + text)
         kinds.append(kind + [0] * sample.text)
     length = max(len(row) for row in rows)
-    padded = torch.tensor([row + [151643] * (length - len(row)) for row in rows])
+    shift = VOCABULARY - vocabulary
+    rows = [[token if token < 256 else token - shift for token in row] for row in rows]
+    padded = torch.tensor([row + [151643 - shift] * (length - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
     batch = {'input_ids': padded, 'attention_mask': mask,
              'labels': torch.where((padded < 256) & (mask == 1), padded, -100),

@@ -8,6 +8,7 @@ from torch import nn
 from ..graph.swap import original_class
 from ..memo.key import Digest, NotKeyable, plain
 
+_INPUT_GRAD_HOOK = 'make_inputs_require_grads'
 _NOT_NUMERIC = ('training', 'gradient_checkpointing', '_name_or_path', 'name_or_path')
 
 
@@ -38,7 +39,9 @@ def _describe(module: nn.Module) -> str:
         if name == 'config':
             parts.append(f'config={_config(value)}')
         elif name in ('_forward_hooks', '_forward_pre_hooks'):
-            parts += [_callable_name(hook) for hook in value.values()]
+            # A set: ms-swift adds the same input-grad hook again at each switch of checkpointing, and no value depends on it.
+            names = {_callable_name(hook) for hook in value.values()}
+            parts += sorted(name for name in names if not name.endswith(_INPUT_GRAD_HOOK))
         elif not name.startswith('_') and name not in _NOT_NUMERIC:
             parts += _attribute(name, value)
     return ' '.join(parts)

@@ -8,7 +8,7 @@ from torch import nn
 from swift_speedup.memo.fingerprint import Fingerprint
 from swift_speedup.memo.key import NotKeyable, call_prefix, plain, sample_key
 from swift_speedup.memo.memo import Memo
-from swift_speedup.memo.split import Call, NotSplittable, PackedGrid
+from swift_speedup.memo.split import Call, PackedGrid
 from swift_speedup.segments.gate import Gate
 from swift_speedup.stats import Stats
 from swift_speedup.store import Entry, NullStore, RamStore

@@ -1,0 +1,100 @@
+"""The arms of the benchmark: twins of one model that differ in how their frozen tower is evaluated."""
+import copy
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from toys import models
+
+from swift_speedup import MyModel
+from swift_speedup.trees import flatten, rebuild
+
+ARMS = {
+    'stock': 'as ms-swift 4.6 runs it: frozen tower without a graph, evaluated at every step',
+    'graph': 'swift_speedup with cache=off: graph skip only',
+    'cold': 'swift_speedup, cache emptied before each step: every image is a miss',
+    'warm': 'swift_speedup, every image is a hit',
+    'floor': 'stock with the tower replaced by its recorded outputs, for free',
+}
+OPTIONS = {'graph': dict(cache='off', dedup=False), 'cold': {}, 'warm': {}}
+
+
+class Arm:
+    """One model with its optimizer. ``prepare_step`` is outside the clock, ``step`` is inside."""
+
+    def __init__(self, name: str, model: nn.Module, tower: nn.Module):
+        self.name = name
+        self.model = model
+        self.tower = tower
+        self.peak_bytes = 0
+        self._recorded: list = []
+        self._now = 0
+        self._optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+        if name in OPTIONS:
+            MyModel(model, **OPTIONS[name])
+
+    def warm_up(self, batches: Sequence[Mapping]) -> None:
+        """Fill the cache or record what the floor replays; every arm takes the same steps."""
+        if self.name == 'floor':
+            with torch.no_grad():
+                self._recorded = [flatten(self.tower(*tower_call(batch))) for batch in batches]
+            self.tower.forward = lambda *args, **kwargs: rebuild(*self._recorded[self._now])
+        for index in range(len(batches)):
+            self.step(index, batches[index])
+
+    def prepare_step(self, index: int) -> None:
+        self._now = index
+        if self.name == 'cold':
+            self.model.speedup.clear()
+
+    def step(self, index: int, batch: Mapping) -> float:
+        """Forward, backward, optimizer; returns the loss, and with it has waited for the device."""
+        self._now = index
+        loss = self.model(**batch).loss
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+
+def tower_call(batch: Mapping) -> tuple:
+    return batch['pixel_values'], batch['image_grid_thw']
+
+
+def make_arms(names: Sequence[str], family: str, size: str, tuner: str, checkpointing: str, device: str,
+              dtype: torch.dtype) -> list[Arm]:
+    """Twins that share the storage of what is frozen, each prepared as ms-swift prepares a model for training."""
+    described = models.lookup(family, size)
+    model = models.build(family, size).to(device=device, dtype=dtype)
+    model.config.use_cache = False
+    if tuner == 'lora':
+        targets = [name for name, module in model.named_modules()
+                   if isinstance(module, nn.Linear) and re.search(r'language_model\.layers', name)]
+        model = get_peft_model(model, LoraConfig(r=8, lora_alpha=32, lora_dropout=0.05, target_modules=targets))
+    else:
+        _base(model).get_submodule(described.tower).requires_grad_(False)
+    frozen = [t for t in (*model.parameters(), *model.buffers()) if not t.requires_grad]
+    arms = []
+    for name in names:
+        twin = copy.deepcopy(model, {id(tensor): tensor for tensor in frozen}).train()
+        tower = _base(twin).get_submodule(described.tower)
+        _prepare(twin, tower, checkpointing)
+        arms.append(Arm(name, twin, tower))
+    return arms
+
+
+def _base(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if hasattr(model, 'get_base_model') else model
+
+
+def _prepare(model: nn.Module, tower: nn.Module, checkpointing: str) -> None:
+    if checkpointing != 'off':
+        model.gradient_checkpointing_enable({'use_reentrant': checkpointing == 'reentrant'})
+        model.enable_input_require_grads()
+    try:
+        from swift.model.patcher import patch_frozen_module
+    except ImportError:  # before ms-swift 4.6 the host does not do this
+        return
+    patch_frozen_module(tower)

@@ -1,0 +1,89 @@
+"""A tiny Qwen2-VL checkpoint and dataset, and the real ``swift`` commands run on them in processes of their own."""
+import dataclasses
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from toys import models, photos, swift_run
+
+from swift_speedup.cli.main import plugin_path
+
+PYTHON_DOOR = Path(__file__).with_name('python_door.py')
+
+
+@dataclasses.dataclass
+class Job:
+    """One finished run."""
+
+    status: int
+    log: str
+    folder: Path
+
+    @property
+    def record(self) -> list[dict]:
+        assert self.status == 0, self.log[-4000:]
+        return swift_run.read_record(self.folder / 'record.jsonl')
+
+    @property
+    def checkpoint(self) -> Path:
+        assert self.status == 0, self.log[-4000:]
+        return max(self.folder.glob('out/**/checkpoint-*'), key=lambda path: int(path.name.split('-')[1]))
+
+
+@pytest.fixture(scope='session')
+def inputs(tmp_path_factory):
+    """Folder with ``model``, ``data.jsonl`` (1 image, 2 images, none, a repeated image) and inputs that are wrong."""
+    folder = tmp_path_factory.mktemp('inputs')
+    models.save(models.build('qwen2_vl'), 'qwen2_vl', folder / 'model', photos.texts())
+    photos.write_photos(folder, count=4, side=84)
+    images = sorted((folder / 'images').glob('*.png'))
+    Image.open(images[1]).resize((56, 112)).save(images[1])  # a second grid
+    shutil.copy(images[0], folder / 'images' / 'copy.png')  # other path, same content
+    rows = [[images[0]], [images[1], images[2]], [], [images[3]], [folder / 'images' / 'copy.png'], [images[2], images[3]]]
+    write_dataset(folder / 'data.jsonl', rows)
+    write_dataset(folder / 'missing.jsonl', [[folder / 'images' / 'nowhere.png']] * 2)
+    (folder / 'not_a_model').mkdir()
+    return folder
+
+
+def write_dataset(path: Path, rows) -> None:
+    lines = [{'messages': [{'role': 'user', 'content': '<image>' * len(images) + f'What is number {number}?'},
+                           {'role': 'assistant', 'content': f'It is number {number}.'}], 'images': [str(image) for image in images]}
+             for number, images in enumerate(rows)]
+    path.write_text('\n'.join(json.dumps(line) for line in lines) + '\n', encoding='utf-8')
+
+
+@pytest.fixture(scope='session')
+def jobs(inputs, tmp_path_factory):
+    """All runs by name, two at a time."""
+    usual = ['--model', str(inputs / 'model'), '--dataset', str(inputs / 'data.jsonl')]
+    recorder, plugin = str(swift_run.RECORDER), str(plugin_path())
+    full = ['--tuner_type', 'full', '--save_only_model', 'true']
+    planned = {
+        'stock': (['swift', *usual, '--external_plugins', recorder], {}),
+        'plugin': (['swift', *usual, '--external_plugins', recorder, plugin], {'SWIFT_SPEEDUP_RAM_GIB': '1'}),
+        'command': (['swift-speedup', *usual, '--external_plugins', recorder, '--frozen_ram_gib', '1'], {}),
+        'python': (['python', *usual, '--external_plugins', recorder], {}),
+        'full-stock': (['swift', *usual, *full, '--external_plugins', recorder], {}),
+        'full-command': (['swift-speedup', *usual, *full, '--external_plugins', recorder, '--frozen_cache', 'ram'], {}),
+        'not-a-model': (['swift-speedup', '--model', str(inputs / 'not_a_model'), *usual[2:], '--frozen_cache', 'ram'], {}),
+        'missing-image': (['swift-speedup', *usual[:2], '--dataset', str(inputs / 'missing.jsonl'), '--strict', 'true'], {}),
+        'bad-environment': (['swift', *usual, '--external_plugins', plugin], {'SWIFT_SPEEDUP_RAM_GIB': 'lots'}),
+        'bad-model-kwargs': (['swift', *usual, '--external_plugins', plugin, '--model_kwargs', '{"SWIFT_SPEEDUP_CACHE": "redis"}'], {}),
+        'bad-flag': (['swift-speedup', *usual, '--frozen_ram_gib', 'lots'], {}),
+    }
+
+    def start(name):
+        folder = tmp_path_factory.mktemp(name)
+        (door, *flags), variables = planned[name]
+        flags = ['sft', '--model_type', 'qwen2_vl', '--template', 'qwen2_vl', '--num_train_epochs', '2', '--learning_rate', '1e-2',
+                 '--gradient_accumulation_steps', '2', '--output_dir', str(folder / 'out'), *swift_run.CPU_FLAGS, *flags]
+        arguments = swift_run.command(door, *(flags if door != 'python' else [str(PYTHON_DOOR), *flags[1:]]))
+        status = swift_run.run(arguments, swift_run.environment(folder / 'record.jsonl', OMP_NUM_THREADS='1', **variables),
+                               folder / 'log', timeout=300)
+        return Job(status, (folder / 'log').read_text(encoding='utf-8'), folder)
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(planned, pool.map(start, planned)))
