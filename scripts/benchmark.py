@@ -23,8 +23,8 @@ def main() -> int:
         arm.warm_up(batches)
     times, losses, tower_times = measure(arms, batches, options.rounds, options.device)
     peaks = {arm.name: arm.peak_bytes for arm in arms}
-    title = f'{options.model} {options.size}, {options.tuner}, {options.image} px, checkpointing {options.checkpointing}, {options.device}'
-    report.show(times, peaks, title)
+    report.show(times, peaks, f'{options.model} {options.size}, {options.tuner}, {options.image} px, '
+                              f'checkpointing {options.checkpointing}, {options.device}')
     share = summary(times, tower_times)
     facts = {**report.environment(options.device), 'model': options.model, 'size': options.size, 'tuner': options.tuner,
              'image_px': options.image, 'batch_size': options.batch_size, 'text_tokens': options.text,
@@ -114,11 +114,11 @@ def summary(times: dict, tower_times: list) -> float:
     middle = {arm: report.percentiles(seconds)[50] for arm, seconds in times.items()}
     share = report.percentiles(tower_times)[50] / middle['stock']
     print(f'tower share of a stock step f = {share:.3f}; ceiling 1/(1-f) = {1 / (1 - share):.3f}x')
-    for arm, base, meaning in (('warm', 'stock', 'speedup, ceiling above'), ('warm', 'floor', '1 = nothing left to gain'),
-                               ('cold', 'stock', '1 = a first epoch costs nothing extra')):
+    ratios = (('stock', 'warm', 'speedup; the ceiling is above'), ('warm', 'floor', '1 = nothing left to gain'),
+              ('cold', 'stock', '1 = the first epoch costs nothing extra'))
+    for arm, base, meaning in ratios:
         if arm in middle and base in middle:
-            ratio = middle[base] / middle[arm] if base == 'stock' and arm == 'warm' else middle[arm] / middle[base]
-            print(f'{"stock / warm" if meaning.startswith("speedup") else f"{arm} / {base}"} = {ratio:.3f} ({meaning})')
+            print(f'{arm} / {base} = {middle[arm] / middle[base]:.3f} ({meaning})')
     return share
 
 

@@ -20,11 +20,12 @@ def percentiles(seconds: Sequence[float]) -> dict[int, float]:
 
 
 def show(times: Mapping[str, Sequence[float]], peaks: Mapping[str, int], title: str) -> None:
-    table = Table('arm', *(f'p{p}, s' for p in PERCENTILES), 'stock / arm', *(['peak, GiB'] if any(peaks.values()) else []), title=title)
+    memory_column = ['peak, GiB'] if any(peaks.values()) else []
+    table = Table('arm', *(f'p{p}, s' for p in PERCENTILES), 'stock / arm', *memory_column, title=title)
     stock = percentiles(times['stock'])[50]
     for arm, seconds in times.items():
         found = percentiles(seconds)
-        memory = [f'{peaks[arm] / 2 ** 30:.2f}'] if any(peaks.values()) else []
+        memory = [f'{peaks[arm] / 2 ** 30:.2f}'] if memory_column else []
         table.add_row(arm, *(f'{found[p]:.4f}' for p in PERCENTILES), f'{stock / found[50]:.3f}x', *memory)
     Console().print(table)
 
@@ -48,6 +49,7 @@ def environment(device: str) -> dict[str, object]:
     """Date, commit, hardware and versions."""
     commit = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True, text=True,
                             cwd=Path(__file__).parent).stdout.strip()
-    hardware = torch.cuda.get_device_name() if device.startswith('cuda') else f'{platform.machine()} CPU, {torch.get_num_threads()} threads'
+    cpu = f'{platform.machine()} CPU, {torch.get_num_threads()} threads'
+    hardware = torch.cuda.get_device_name() if device.startswith('cuda') else cpu
     return {'date': datetime.date.today().isoformat(), 'commit': commit or 'unknown', 'hardware': hardware,
             **{name.replace('-', '_'): version(name) for name in ('torch', 'transformers', 'ms-swift', 'peft')}}
