@@ -23,6 +23,7 @@ _TEXT = dict(vocab_size=VOCABULARY, tie_word_embeddings=True, max_position_embed
              eos_token_id=151645, pad_token_id=151643)
 _VISION_IDS = dict(image_token_id=151655, video_token_id=151656, vision_start_token_id=151652, vision_end_token_id=151653,
                    tie_word_embeddings=True)
+_PROMPT = 'system\nYou are a helpful assistant.\nuser\nassistant\n'  # in every sample, by ms-swift's template
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
@@ -137,8 +138,8 @@ def make_tokenizer(texts: Sequence[str] = ()) -> transformers.PreTrainedTokenize
     """A byte-level BPE with few merges and the special tokens at their real ids."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    trained.train_from_iterator([*texts, *[_PROMPT] * 3], trainers.BpeTrainer(
+        vocab_size=2000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     merges = [tuple(merge) for merge in _merges(trained)]
     tokenizer = Tokenizer(models.BPE(vocab=trained.get_vocab() | SPECIAL_TOKENS, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
