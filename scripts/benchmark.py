@@ -15,8 +15,8 @@ DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch
 
 def main() -> int:
     options = parse_options()
-    arms = make_arms(options.arms, options.model, options.size, options.tuner, options.checkpointing, options.device,
-                     DTYPES[options.dtype])
+    arms = make_arms(options.arms, options.model, options.size, options.tuner, options.frozen_layers, options.checkpointing,
+                     options.device, DTYPES[options.dtype])
     batches = [make_batch(options, index) for index in range(options.batches)]
     for arm in arms:
         torch.manual_seed(0)
@@ -28,7 +28,7 @@ def main() -> int:
     share = summary(times, tower_times)
     facts = {**report.environment(options.device), 'model': options.model, 'size': options.size, 'tuner': options.tuner,
              'image_px': options.image, 'batch_size': options.batch_size, 'text_tokens': options.text,
-             'checkpointing': options.checkpointing, 'device': options.device, 'dtype': options.dtype, 'tower_share': round(share, 4)}
+             'frozen_layers': options.frozen_layers, 'checkpointing': options.checkpointing, 'device': options.device, 'dtype': options.dtype, 'tower_share': round(share, 4)}
     report.append_csv(Path(options.csv), times, peaks, facts)
     print(f'rows added to {options.csv}')
     return check(arms, losses, exact=options.device == 'cpu' and options.dtype == 'float32')
@@ -39,6 +39,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument('--model', default='qwen2_vl', choices=list(models.FAMILIES))
     parser.add_argument('--size', default='small', help='tiny, small or 2b (the real dimensions), where the model has it')
     parser.add_argument('--tuner', default='lora', choices=('lora', 'full'))
+    parser.add_argument('--frozen-layers', type=int, default=0, help="freeze this many of the language model's first layers too")
     parser.add_argument('--image', type=int, default=448, help='pixels per side')
     parser.add_argument('--text', type=int, default=64, help='text tokens per sample')
     parser.add_argument('--batch-size', type=int, default=1)
@@ -47,11 +48,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument('--checkpointing', default='reentrant', choices=CHECKPOINTING)
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--dtype', default=None, choices=DTYPES, help='default: float32 on the CPU, else bfloat16')
-    parser.add_argument('--arms', nargs='+', default=list(ARMS), choices=list(ARMS), help='stock is always run')
+    parser.add_argument('--arms', nargs='+', choices=list(ARMS), help='default: all that the model has; stock is always run')
     parser.add_argument('--csv', default='benchmark.csv')
     options = parser.parse_args()
+    if options.frozen_layers < 0:
+        parser.error(f'--frozen-layers {options.frozen_layers} is negative')
     options.dtype = options.dtype or ('float32' if options.device == 'cpu' else 'bfloat16')
-    options.arms = list(dict.fromkeys(['stock', *options.arms]))
     for name in ('image', 'text', 'batch_size', 'batches', 'rounds'):
         if getattr(options, name) < 1:
             parser.error(f'--{name.replace("_", "-")} {getattr(options, name)} is not positive')
@@ -59,19 +61,25 @@ def parse_options() -> argparse.Namespace:
         family = models.lookup(options.model, options.size)
     except ValueError as error:
         parser.error(str(error))
-    if options.image % (family.patch * family.merge):
+    possible = list(ARMS) if family.tower else ['stock', 'graph']
+    options.arms = list(dict.fromkeys(['stock', *(options.arms or possible)]))
+    if not set(options.arms) <= set(possible):
+        parser.error(f'{options.model} has no tower: only the arms {", ".join(possible)}')
+    if family.tower and options.image % (family.patch * family.merge):
         parser.error(f'--image {options.image} is not a multiple of {family.patch * family.merge}, which {options.model} needs')
     return options
 
 
 def make_batch(options: argparse.Namespace, index: int) -> dict[str, torch.Tensor]:
-    side = options.image // models.FAMILIES[options.model].patch
-    sample = models.Sample(images=((1, side, side),), text=options.text)
+    family = models.FAMILIES[options.model]
+    side = options.image // family.patch
+    sample = models.Sample(images=((1, side, side),) if family.tower else (), text=options.text)
     batch = models.make_batch(options.model, [sample] * options.batch_size, seed=index)
-    batch['logits_to_keep'] = options.text + 1  # as ms-swift does: no logits where there are no labels
-    batch['labels'] = batch['labels'][:, -options.text - 1:]
+    kept = min(options.text + 1, batch['labels'].shape[1])  # as ms-swift does: no logits where there are no labels
+    batch |= {'logits_to_keep': kept, 'labels': batch['labels'][:, -kept:]}
     moved = {name: value.to(options.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    moved['pixel_values'] = moved['pixel_values'].to(DTYPES[options.dtype])
+    if family.tower:
+        moved['pixel_values'] = moved['pixel_values'].to(DTYPES[options.dtype])
     return moved
 
 
@@ -89,10 +97,11 @@ def measure(arms: list, batches: list, rounds: int, device: str) -> tuple[dict, 
                 times[arm.name].append(end(device) - started)
                 if device.startswith('cuda'):
                     arm.peak_bytes = max(arm.peak_bytes, torch.cuda.max_memory_allocated())
-            started = begin(device)
-            with torch.no_grad():
-                arms[0].tower(*tower_call(batch))
-            tower_times.append(end(device) - started)
+            if arms[0].tower is not None:
+                started = begin(device)
+                with torch.no_grad():
+                    arms[0].tower(*tower_call(batch))
+                tower_times.append(end(device) - started)
     return times, losses, tower_times
 
 
@@ -112,10 +121,11 @@ def end(device: str) -> float:
 def summary(times: dict, tower_times: list) -> float:
     """Print the ratios that matter; returns the tower's share of a stock step."""
     middle = {arm: report.percentiles(seconds)[50] for arm, seconds in times.items()}
-    share = report.percentiles(tower_times)[50] / middle['stock']
-    print(f'tower share of a stock step f = {share:.3f}; ceiling 1/(1-f) = {1 / (1 - share):.3f}x')
+    share = report.percentiles(tower_times)[50] / middle['stock'] if tower_times else 0.0
+    if tower_times:
+        print(f'tower share of a stock step f = {share:.3f}; ceiling 1/(1-f) = {1 / (1 - share):.3f}x')
     ratios = (('stock', 'warm', 'speedup; the ceiling is above'), ('warm', 'floor', '1 = nothing left to gain'),
-              ('cold', 'stock', '1 = the first epoch costs nothing extra'))
+              ('cold', 'stock', '1 = the first epoch costs nothing extra'), ('stock', 'graph', 'speedup of the graph skip alone'))
     for arm, base, meaning in ratios:
         if arm in middle and base in middle:
             print(f'{arm} / {base} = {middle[arm] / middle[base]:.3f} ({meaning})')

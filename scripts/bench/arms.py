@@ -24,7 +24,7 @@ OPTIONS = {'graph': dict(cache='off', dedup=False), 'cold': {}, 'warm': {}}
 class Arm:
     """One model with its optimizer. ``prepare_step`` is outside the clock, ``step`` is inside."""
 
-    def __init__(self, name: str, model: nn.Module, tower: nn.Module):
+    def __init__(self, name: str, model: nn.Module, tower: nn.Module | None):
         self.name = name
         self.model = model
         self.tower = tower
@@ -63,36 +63,56 @@ def tower_call(batch: Mapping) -> tuple:
     return batch['pixel_values'], batch['image_grid_thw']
 
 
-def make_arms(names: Sequence[str], family: str, size: str, tuner: str, checkpointing: str, device: str,
+def make_arms(names: Sequence[str], family: str, size: str, tuner: str, frozen_layers: int, checkpointing: str, device: str,
               dtype: torch.dtype) -> list[Arm]:
-    """Twins that share the storage of what is frozen, each prepared as ms-swift prepares a model for training."""
+    """Twins that share the storage of what is frozen, each prepared as ms-swift prepares a model for training.
+
+    The first ``frozen_layers`` layers of the language model are frozen, with the embeddings when there are any.
+    """
     described = models.lookup(family, size)
     model = models.build(family, size).to(device=device, dtype=dtype)
     model.config.use_cache = False
     if tuner == 'lora':
-        targets = [name for name, module in model.named_modules()
-                   if isinstance(module, nn.Linear) and re.search(r'language_model\.layers', name)]
-        model = get_peft_model(model, LoraConfig(r=8, lora_alpha=32, lora_dropout=0.05, target_modules=targets))
+        model = get_peft_model(model, LoraConfig(r=8, lora_alpha=32, lora_dropout=0.05, target_modules=_targets(
+            model, described.layers, frozen_layers)))
     else:
-        _base(model).get_submodule(described.tower).requires_grad_(False)
+        _freeze(model, described, frozen_layers)
     frozen = [t for t in (*model.parameters(), *model.buffers()) if not t.requires_grad]
     arms = []
     for name in names:
         twin = copy.deepcopy(model, {id(tensor): tensor for tensor in frozen}).train()
-        tower = _base(twin).get_submodule(described.tower)
+        tower = described.tower and _base(twin).get_submodule(described.tower)
         _prepare(twin, tower, checkpointing)
         arms.append(Arm(name, twin, tower))
     return arms
+
+
+def _targets(model: nn.Module, layers: str, frozen_layers: int) -> list[str]:
+    """Paths of the linear layers in the language model's layers that are not frozen."""
+    pattern = re.compile(re.escape(layers) + r'\.(\d+)\.')
+    found = {name: pattern.match(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return [name for name, match in found.items() if match and int(match.group(1)) >= frozen_layers]
+
+
+def _freeze(model: nn.Module, described: models.Family, frozen_layers: int) -> None:
+    if described.tower is not None:
+        model.get_submodule(described.tower).requires_grad_(False)
+    if frozen_layers:
+        model.get_input_embeddings().requires_grad_(False)
+        for layer in model.get_submodule(described.layers)[:frozen_layers]:
+            layer.requires_grad_(False)
 
 
 def _base(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, 'get_base_model') else model
 
 
-def _prepare(model: nn.Module, tower: nn.Module, checkpointing: str) -> None:
+def _prepare(model: nn.Module, tower: nn.Module | None, checkpointing: str) -> None:
     if checkpointing != 'off':
         model.gradient_checkpointing_enable({'use_reentrant': checkpointing == 'reentrant'})
         model.enable_input_require_grads()
+    if tower is None:
+        return
     try:
         from swift.model.patcher import patch_frozen_module
     except ImportError:  # before ms-swift 4.6 the host does not do this

@@ -34,10 +34,10 @@ _CHAT_TEMPLATE = (
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Keyword arguments of the text and vision parts of a config."""
+    """Keyword arguments of the text and vision parts of a config; ``vision=None`` for a text model."""
 
     text: dict[str, Any]
-    vision: dict[str, Any]
+    vision: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Family:
     sizes: dict[str, Size]
     patch: int = 14
     merge: int = 2
-    tower: str = 'model.visual'
+    tower: str | None = 'model.visual'
+    layers: str = 'model.language_model.layers'
     processor: str = 'Qwen2VLProcessor'
     image_processor: str = 'Qwen2VLImageProcessor'
 
@@ -82,6 +83,10 @@ FAMILIES = {
             depth=2, hidden_size=32, out_hidden_size=32, num_heads=2, intermediate_size=64, window_size=56,
             fullatt_block_indexes=[1])),
     }, processor='Qwen2_5_VLProcessor'),
+    'llama': Family('LlamaConfig', 'LlamaForCausalLM', {
+        'tiny': Size(_text(6, 32, 4, 2, 64)),
+        'small': Size(_text(12, 512, 8, 8, 1376)),
+    }, tower=None, layers='model.layers'),
     'qwen3_vl': Family('Qwen3VLConfig', 'Qwen3VLForConditionalGeneration', {
         'tiny': Size(_text(3, 32, 4, 2, 64, head_dim=8) | _mrope(2, 1, 1, mrope_interleaved=True), dict(
             depth=3, hidden_size=32, out_hidden_size=32, num_heads=2, intermediate_size=64, num_position_embeddings=64,
@@ -125,6 +130,9 @@ def save(model: torch.nn.Module, family: str, folder: Path, texts: Sequence[str]
     described = FAMILIES[family]
     model.save_pretrained(folder)
     tokenizer = make_tokenizer(texts)
+    if described.tower is None:
+        tokenizer.save_pretrained(folder)
+        return folder
     image_processor = getattr(transformers, described.image_processor)(patch_size=described.patch, merge_size=described.merge)
     video = 'Qwen3VLVideoProcessor' if family == 'qwen3_vl' else 'Qwen2VLVideoProcessor'
     processor = getattr(transformers, described.processor)(
@@ -191,8 +199,9 @@ def make_batch(family: str, samples: Sequence[Sample], seed: int, vocabulary: in
     padded = torch.tensor([row + [151643 - shift] * (length - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
     batch = {'input_ids': padded, 'attention_mask': mask,
-             'labels': torch.where((padded < 256) & (mask == 1), padded, -100),
-             'mm_token_type_ids': torch.tensor([kind + [0] * (length - len(kind)) for kind in kinds])}
+             'labels': torch.where((padded < 256) & (mask == 1), padded, -100)}
+    if described.tower is not None:
+        batch['mm_token_type_ids'] = torch.tensor([kind + [0] * (length - len(kind)) for kind in kinds])
     for name, grids in (('', [g for s in samples for g in s.images]), ('_videos', [g for s in samples for g in s.videos])):
         if grids:
             patches = sum(t * h * w for t, h, w in grids)

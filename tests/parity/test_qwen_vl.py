@@ -1,4 +1,6 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: same training, bit for bit, while the tower runs once per image."""
+import re
+
 import pytest
 import torch
 from parity.harness import CHECKPOINTING, assert_same, counted, lora, prepare, saved_bytes, train, twins
@@ -135,3 +137,38 @@ def test_unfreezing_and_freezing_again_in_the_middle():
     assert found == expected
     assert all(torch.equal(one, other) for one, other in zip(weights, fast_weights))
     assert (fast.speedup.stats.hits, fast.speedup.stats.misses) == (4, 4)  # a miss, a hit, trained twice, a miss, a hit; 2 images
+
+
+TUNINGS = {
+    'merger-only': lambda model: _only(model, r'visual\.merger'),
+    'aligner, deepstack included': lambda model: _only(model, r'visual\.(deepstack_)?merger'),
+    'adapters in the last block': lambda model: lora(model, r'visual\.blocks\.1\..*(qkv|fc1|gate_proj|linear_fc1)'),
+    'adapters everywhere': lambda model: lora(model, r'.'),
+    'upper half of the language model': lambda model: _only(model, r'language_model\.layers\.[12]\.'),
+}
+
+
+def _only(model, pattern):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(re.search(pattern, name) is not None)
+    return model
+
+
+@pytest.mark.parametrize('autocast', (False, True), ids=('fp32', 'bf16-autocast'))
+@pytest.mark.parametrize('checkpointing', CHECKPOINTING)
+@pytest.mark.parametrize('tuning', TUNINGS)
+@pytest.mark.parametrize('family', FAMILIES)
+def test_frontiers_inside_the_tower_and_the_language_model(family, tuning, checkpointing, autocast):
+    plain, fast = twins(TUNINGS[tuning](models.build(family, vocabulary=SMALL_VOCABULARY)))
+    data = batches(family)[:3]
+    with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+        expected = train(prepare(plain, checkpointing), data)
+        MyModel(prepare(fast, checkpointing))
+        block = tower_of(fast, family).blocks[0]
+        with counted(block) as runs, saved_bytes(block) as sizes:
+            found = train(fast, data)
+    assert_same(expected, found)
+    assert any(gradient.abs().max() > 0 for gradient in found.gradients[0].values())
+    if tuning != 'adapters everywhere':  # the first block is below every frontier: run once per call, nothing saved
+        calls = 4 + fast.speedup.stats.checks  # the third batch calls the tower for its images and for its video
+        assert len(runs) == calls and sizes == []
