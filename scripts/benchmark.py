@@ -26,9 +26,8 @@ def main() -> int:
     report.show(times, peaks, f'{options.model} {options.size}, {options.tuner}, {options.image} px, '
                               f'checkpointing {options.checkpointing}, {options.device}')
     share = summary(times, tower_times)
-    facts = {**report.environment(options.device), 'model': options.model, 'size': options.size, 'tuner': options.tuner,
-             'image_px': options.image, 'batch_size': options.batch_size, 'text_tokens': options.text,
-             'frozen_layers': options.frozen_layers, 'checkpointing': options.checkpointing, 'device': options.device, 'dtype': options.dtype, 'tower_share': round(share, 4)}
+    columns = ('model', 'size', 'tuner', 'image', 'batch_size', 'text', 'frozen_layers', 'checkpointing', 'device', 'dtype')
+    facts = {**report.environment(options.device), **{name: getattr(options, name) for name in columns}, 'tower_share': round(share, 4)}
     report.append_csv(Path(options.csv), times, peaks, facts)
     print(f'rows added to {options.csv}')
     return check(arms, losses, exact=options.device == 'cpu' and options.dtype == 'float32')

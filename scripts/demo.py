@@ -27,7 +27,7 @@ def main() -> int:
     dataset = photos.write_photos(folder, options.samples, options.side)
     print(f'{options.samples} photographs of {options.side} px in {dataset}', flush=True)
     model = models.save(models.build('qwen2_vl', options.size), 'qwen2_vl', folder / 'model', photos.texts())
-    records = {arm: train(arm, model, dataset, folder, options.epochs) for arm in DOORS}
+    records = train(model, dataset, folder, options.epochs)
     same_weights = adapters_equal(folder)
     write_csv(folder / 'demo.csv', records)
     plot(folder / 'demo.png', records)
@@ -44,21 +44,31 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(arm: str, model: Path, dataset: Path, folder: Path, epochs: int) -> list[dict]:
-    """LoRA with ms-swift's defaults; returns one dict per step."""
-    record, log = folder / f'{arm}.jsonl', folder / f'{arm}.log'
-    arguments = swift_run.command(
-        DOORS[arm], 'sft', '--model', str(model), '--model_type', 'qwen2_vl', '--template', 'qwen2_vl', '--dataset', str(dataset),
-        '--num_train_epochs', str(epochs), '--external_plugins', str(swift_run.RECORDER), '--output_dir', str(folder / f'out_{arm}'),
-        *swift_run.CPU_FLAGS)
-    print(f'{arm}: {DOORS[arm]} sft ... (log: {log})', flush=True)
-    started = time.time()
-    status = swift_run.run(arguments, swift_run.environment(record), log)
-    if status:
-        print(log.read_text(encoding='utf-8')[-4000:], file=sys.stderr)
-        sys.exit(f'error: {DOORS[arm]} sft ended with status {status}; the end of {log} is above')
-    print(f'{arm}: done in {time.time() - started:.0f} s', flush=True)
-    return swift_run.read_record(record)
+def train(model: Path, dataset: Path, folder: Path, epochs: int) -> dict[str, list[dict]]:
+    """LoRA with ms-swift's defaults, both arms at the same time, one step each in turns; by arm, one dict per step."""
+    turns = folder / 'turns'
+    turns.write_text('0', encoding='utf-8')
+    started, running = time.time(), {}
+    for player, (arm, door) in enumerate(DOORS.items()):
+        arguments = swift_run.command(
+            door, 'sft', '--model', str(model), '--model_type', 'qwen2_vl', '--template', 'qwen2_vl', '--dataset', str(dataset),
+            '--num_train_epochs', str(epochs), '--external_plugins', str(swift_run.RECORDER), '--output_dir',
+            str(folder / f'out_{arm}'), *swift_run.CPU_FLAGS)
+        variables = swift_run.environment(folder / f'{arm}.jsonl', SPEEDUP_TURNS=str(turns), SPEEDUP_PLAYER=str(player))
+        print(f'{arm}: {door} sft ... (log: {folder / arm}.log)', flush=True)
+        running[arm] = swift_run.start(arguments, variables, folder / f'{arm}.log')
+    try:
+        while any(process.poll() is None for process in running.values()):
+            for arm, process in running.items():
+                if process.poll():
+                    print((folder / f'{arm}.log').read_text(encoding='utf-8')[-4000:], file=sys.stderr)
+                    sys.exit(f'error: {DOORS[arm]} sft ended with status {process.returncode}; the end of its log is above')
+            time.sleep(0.5)
+    finally:
+        for process in running.values():
+            swift_run.stop(process)
+    print(f'both done in {time.time() - started:.0f} s', flush=True)
+    return {arm: swift_run.read_record(folder / f'{arm}.jsonl') for arm in DOORS}
 
 
 def adapters_equal(folder: Path) -> bool:

@@ -1,6 +1,7 @@
 """Run the real ``swift`` in a process of its own, offline and on the CPU in fp32, and read what the recorder wrote."""
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,10 +27,26 @@ def environment(record: Path | None = None, **more: str) -> dict[str, str]:
     return kept | fixed | ({'SPEEDUP_RECORD': str(record)} if record else {}) | more
 
 
-def run(arguments: Sequence[str], variables: Mapping[str, str], log: Path, timeout: float = 900) -> int:
-    """Exit status; everything the process prints goes to ``log``."""
+def start(arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> subprocess.Popen:
+    """Everything the process and its children print goes to ``log``; end them all with :func:`stop`."""
     with open(log, 'w', encoding='utf-8') as file:
-        return subprocess.run(arguments, env=dict(variables), stdout=file, stderr=subprocess.STDOUT, timeout=timeout).returncode
+        return subprocess.Popen(arguments, env=dict(variables), stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End the process and what it started; does nothing when it has ended."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run(arguments: Sequence[str], variables: Mapping[str, str], log: Path, timeout: float = 900) -> int:
+    """Exit status of the finished process; one that takes longer than ``timeout`` seconds is stopped and an error."""
+    process = start(arguments, variables, log)
+    try:
+        return process.wait(timeout)
+    finally:
+        stop(process)
 
 
 def read_record(path: Path) -> list[dict]:

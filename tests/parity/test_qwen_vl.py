@@ -161,8 +161,11 @@ def _only(model, pattern):
 def test_frontiers_inside_the_tower_and_the_language_model(family, tuning, checkpointing, autocast):
     plain, fast = twins(TUNINGS[tuning](models.build(family, vocabulary=SMALL_VOCABULARY)))
     data = batches(family)[:3]
+    # Alone, reentrant checkpointing leaves every adapter in Qwen3-VL's tower without a gradient (peft issue 2880): the leaf rule
+    # trains them, so the run without checkpointing says what is right.
+    untrained_alone = family == 'qwen3_vl' and tuning.startswith('adapters') and checkpointing == 'reentrant'
     with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
-        expected = train(prepare(plain, checkpointing), data)
+        expected = train(prepare(plain, 'off' if untrained_alone else checkpointing), data)
         MyModel(prepare(fast, checkpointing))
         block = tower_of(fast, family).blocks[0]
         with counted(block) as runs, saved_bytes(block) as sizes:
