@@ -18,13 +18,14 @@ ARMS = {
     'warm': 'swift_speedup, every image is a hit',
     'floor': 'stock with the tower replaced by its recorded outputs, for free',
 }
-OPTIONS = {'graph': dict(cache='off', dedup=False), 'cold': {}, 'warm': {}}
+_GRAPH_ONLY = dict(cache='off', dedup=False)
+_OPTIONS = {'graph': _GRAPH_ONLY, 'cold': {}, 'warm': {}}
 
 
 class Arm:
     """One model with its optimizer. ``prepare_step`` is outside the clock, ``step`` is inside."""
 
-    def __init__(self, name: str, model: nn.Module, tower: nn.Module | None):
+    def __init__(self, name: str, model: nn.Module, tower: nn.Module | None, options: Mapping | None):
         self.name = name
         self.model = model
         self.tower = tower
@@ -32,8 +33,8 @@ class Arm:
         self._recorded: list = []
         self._now = 0
         self._optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-        if name in OPTIONS:
-            MyModel(model, **OPTIONS[name])
+        if options is not None:
+            MyModel(model, **options)
 
     def warm_up(self, batches: Sequence[Mapping]) -> None:
         """Fill the cache or record what the floor replays; every arm takes the same steps."""
@@ -83,7 +84,9 @@ def make_arms(names: Sequence[str], family: str, size: str, tuner: str, frozen_l
         twin = copy.deepcopy(model, {id(tensor): tensor for tensor in frozen}).train()
         tower = described.tower and _base(twin).get_submodule(described.tower)
         _prepare(twin, tower, checkpointing)
-        arms.append(Arm(name, twin, tower))
+        # With frozen layers the trainable part alone is what is left when their graph is skipped too.
+        skipped = _GRAPH_ONLY if name == 'floor' and frozen_layers else None
+        arms.append(Arm(name, twin, tower, _OPTIONS.get(name, skipped)))
     return arms
 
 

@@ -103,9 +103,12 @@ def build(family: str, size: str = 'tiny', seed: int = 0, vocabulary: int = VOCA
     shift = VOCABULARY - vocabulary
     described = lookup(family, size)
     shape = described.sizes[size]
-    config = getattr(transformers, described.config)(
-        text_config=_moved(_TEXT, shift) | shape.text,
-        vision_config=dict(spatial_merge_size=described.merge, patch_size=described.patch) | shape.vision, **_moved(_VISION_IDS, shift))
+    text = _moved(_TEXT, shift) | shape.text
+    if shape.vision is None:
+        config = getattr(transformers, described.config)(**text)
+    else:
+        vision = dict(spatial_merge_size=described.merge, patch_size=described.patch) | shape.vision
+        config = getattr(transformers, described.config)(text_config=text, vision_config=vision, **_moved(_VISION_IDS, shift))
     torch.manual_seed(seed)
     model = getattr(transformers, described.model)(config)
     model.generation_config = transformers.GenerationConfig(
