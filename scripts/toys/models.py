@@ -51,6 +51,7 @@ class Family:
     merge: int = 2
     tower: str | None = 'model.visual'
     layers: str = 'model.language_model.layers'
+    vocabulary: int = VOCABULARY
     processor: str = 'Qwen2VLProcessor'
     image_processor: str = 'Qwen2VLImageProcessor'
 
@@ -86,7 +87,7 @@ FAMILIES = {
     'llama': Family('LlamaConfig', 'LlamaForCausalLM', {
         'tiny': Size(_text(6, 32, 4, 2, 64)),
         'small': Size(_text(12, 512, 8, 8, 1376)),
-    }, tower=None, layers='model.layers'),
+    }, tower=None, layers='model.layers', vocabulary=4096),  # head : layer as in a 7B model
     'qwen3_vl': Family('Qwen3VLConfig', 'Qwen3VLForConditionalGeneration', {
         'tiny': Size(_text(3, 32, 4, 2, 64, head_dim=8) | _mrope(2, 1, 1, mrope_interleaved=True), dict(
             depth=3, hidden_size=32, out_hidden_size=32, num_heads=2, intermediate_size=64, num_position_embeddings=64,
@@ -95,13 +96,14 @@ FAMILIES = {
 }
 
 
-def build(family: str, size: str = 'tiny', seed: int = 0, vocabulary: int = VOCABULARY) -> torch.nn.Module:
+def build(family: str, size: str = 'tiny', seed: int = 0, vocabulary: int | None = None) -> torch.nn.Module:
     """A model in fp32 with weights drawn from ``seed``. Raises ``ValueError`` for names that are not in the table.
 
-    A smaller ``vocabulary`` (at least 600) moves the special ids down with its end; ms-swift needs the real one.
+    A smaller ``vocabulary`` than the family's (at least 600) moves the special ids down with its end; ms-swift's templates for
+    Qwen-VL need the real one.
     """
-    shift = VOCABULARY - vocabulary
     described = lookup(family, size)
+    shift = VOCABULARY - (vocabulary or described.vocabulary)
     shape = described.sizes[size]
     text = _moved(_TEXT, shift) | shape.text
     if shape.vision is None:
@@ -178,7 +180,7 @@ class Sample:
     text: int = 12
 
 
-def make_batch(family: str, samples: Sequence[Sample], seed: int, vocabulary: int = VOCABULARY) -> dict[str, torch.Tensor]:
+def make_batch(family: str, samples: Sequence[Sample], seed: int, vocabulary: int | None = None) -> dict[str, torch.Tensor]:
     """Keyword arguments of one training forward of ``samples``, right-padded. Equal seeds give equal batches."""
     described = FAMILIES[family]
     generator = torch.Generator().manual_seed(seed)
@@ -197,7 +199,7 @@ def make_batch(family: str, samples: Sequence[Sample], seed: int, vocabulary: in
         rows.append(row + text)
         kinds.append(kind + [0] * sample.text)
     length = max(len(row) for row in rows)
-    shift = VOCABULARY - vocabulary
+    shift = VOCABULARY - (vocabulary or described.vocabulary)
     rows = [[token if token < 256 else token - shift for token in row] for row in rows]
     padded = torch.tensor([row + [151643 - shift] * (length - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])

@@ -11,6 +11,12 @@ from toys import models, photos, swift_run
 
 from swift_speedup.cli.main import plugin_path
 
+# Ways in which ms-swift freezes a part of the language model as well; with LISA another part after each optimizer step.
+FREEZING = {
+    'ratio': ['--freeze_parameters_ratio', '0.98'],
+    'prefix': ['--freeze_parameters', 'model.language_model.embed_tokens', 'model.language_model.layers.1', '--freeze_llm', 'false'],
+    'lisa': ['--lisa_activated_layers', '1', '--lisa_step_interval', '1'],
+}
 PYTHON_DOOR = Path(__file__).with_name('python_door.py')
 
 
@@ -69,6 +75,8 @@ def jobs(inputs, tmp_path_factory):
         'python': (['python', *usual, '--external_plugins', recorder], {}),
         'full-stock': (['swift', *usual, *full, '--external_plugins', recorder], {}),
         'full-command': (['swift-speedup', *usual, *full, '--external_plugins', recorder, '--frozen_cache', 'ram'], {}),
+        **{f'{name}-{arm}': ([door, *usual, '--tuner_type', 'full', *flags, '--external_plugins', recorder], {})
+           for name, flags in FREEZING.items() for arm, door in (('stock', 'swift'), ('command', 'swift-speedup'))},
         'not-a-model': (['swift-speedup', '--model', str(inputs / 'not_a_model'), *usual[2:], '--frozen_cache', 'ram'], {}),
         'missing-image': (['swift-speedup', *usual[:2], '--dataset', str(inputs / 'missing.jsonl'), '--strict', 'true'], {}),
         'bad-environment': (['swift', *usual, '--external_plugins', plugin], {'SWIFT_SPEEDUP_RAM_GIB': 'lots'}),

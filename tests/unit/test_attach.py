@@ -102,3 +102,11 @@ def test_the_attach_line_and_the_report_say_what_and_why_not(model, caplog, caps
 def test_config_and_keywords_are_the_same_thing(model):
     MyModel(model, cache='ram', ram_gib=0.25, dedup=False)
     assert model.speedup.config == SpeedupConfig('ram', 0.25, False)
+
+
+def test_nested_classes_keep_their_qualified_name():
+    class Inner(nn.Sequential):
+        pass
+    model = Inner(nn.Linear(2, 2))
+    before = str(type(model))
+    assert '<locals>' in before and str(type(MyModel(model))) == before

@@ -89,12 +89,14 @@ def test_hits_misses_and_duplicates_give_what_the_tower_gives():
         return run(args, kwargs)
     assert_equal(evaluate(memo, counting), tower(PATCHES, GRID))
     assert calls == [16, 4]  # the whole call, then one sample alone as a check
+    assert memo._stats.saved_seconds == 0  # nothing was reused yet
     mixed = torch.cat([PATCHES[4:12], PATCHES[:4] + 1, PATCHES[:4] + 1, PATCHES[:4]])
     grid = torch.tensor([[1, 2, 4], [1, 2, 2], [1, 2, 2], [1, 2, 2]])
     assert_equal(evaluate(memo, counting, mixed, grid), tower(mixed, grid))
     assert calls == [16, 4, 4]
     stats = memo._stats
     assert (stats.hits, stats.misses, stats.deduplicated, stats.stored_samples) == (2, 4, 1, 4)
+    assert 0 < stats.saved_seconds and stats.hit_rate == 3 / 7
 
 
 def test_a_poisoned_entry_shows_that_a_hit_is_really_served():
