@@ -11,6 +11,8 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
+from ..errors import AttachError
+
 CallHandler = Callable[[nn.Module, Callable, tuple, dict], Any]
 _MARK = '_speedup_swap'
 
@@ -39,8 +41,12 @@ class ClassSwap:
     def undo(self) -> None:
         """Give every swapped module below the root its own class back, modules that moved there since included."""
         for module in self.root.modules():
-            if _swap_of(module) is self:
-                module.__class__ = original_class(module)
+            if _swap_of(module) is not self:
+                continue
+            if _MARK not in type(module).__dict__:
+                raise AttachError(f'{type(module).__qualname__} was derived from the attached class by another tool, such as '
+                                  'fully_shard; remove() must come before that')
+            module.__class__ = original_class(module)
 
     def _subclass(self, original: type) -> type:
         swap, handler, original_call = self, self._handler, original.__call__
@@ -74,12 +80,13 @@ class ClassSwap:
 
 
 def _swap_of(module: Any) -> Optional[ClassSwap]:
-    return type(module).__dict__.get(_MARK)
+    return getattr(type(module), _MARK, None)  # inherited too: ``fully_shard`` derives a class of its own from ours
 
 
 def original_class(module: nn.Module) -> type:
     """The module's own class, swapped or not."""
-    return type(module).__bases__[0] if _swap_of(module) is not None else type(module)
+    swapped = next((cls for cls in type(module).__mro__ if _MARK in cls.__dict__), None)
+    return type(module) if swapped is None else swapped.__bases__[0]
 
 
 def root_handle(module: Any) -> Any:

@@ -63,7 +63,8 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
         data = data.clone()
     words = data[:data.numel() // 4 * 4].view(torch.int32)
     even = words.numel() // _WIDTH * _WIDTH
-    columns = words[:even].view(-1, _WIDTH).sum(0, dtype=torch.int64)
     weights = torch.arange(1, 2 * _WIDTH, 2, device=data.device)
-    rest = words[even:].sum(dtype=torch.int64) * (2 * _WIDTH + 1) + data[words.numel() * 4:].sum(dtype=torch.int64)
-    return (columns * weights).sum() + rest
+    columns = words[:even].view(-1, _WIDTH).sum(0, dtype=torch.int64)
+    columns[:words.numel() - even] += words[even:] * 3  # the row that is not full; words there must not trade places with others
+    rest = data[words.numel() * 4:].to(torch.int64) * weights[:data.numel() % 4]
+    return (columns * weights).sum() + rest.sum()

@@ -139,6 +139,28 @@ def test_unfreezing_and_freezing_again_in_the_middle():
     assert (fast.speedup.stats.hits, fast.speedup.stats.misses) == (4, 4)  # a miss, a hit, trained twice, a miss, a hit; 2 images
 
 
+def test_what_inference_mode_computed_can_be_trained_on():
+    plain, fast = twins(tuned('qwen2_vl', 'lora'))
+    data = batches('qwen2_vl')[:1]
+    expected = train(prepare(plain, 'off'), data)
+    MyModel(prepare(fast, 'off'))
+    with torch.inference_mode():
+        fast(**data[0])
+    assert_same(expected, train(fast, data))
+    assert fast.speedup.stats.hits == 1
+
+
+def test_evaluation_in_autocast_and_training_outside_do_not_share():
+    plain, fast = twins(tuned('qwen2_vl', 'lora').train())
+    MyModel(fast)
+    pixels, grid = torch.randn(16, 1176), torch.tensor([[1, 4, 4]])
+    for enabled in (True, False, True):
+        with torch.autocast('cpu', torch.bfloat16, enabled=enabled):
+            wanted, answer = (tower_of(model, 'qwen2_vl')(pixels, grid_thw=grid).pooler_output for model in (plain, fast))
+        assert answer.dtype == wanted.dtype and torch.equal(answer, wanted)
+    assert fast.speedup.stats.hits == 1
+
+
 TUNINGS = {
     'merger-only': lambda model: _only(model, r'visual\.merger'),
     'aligner, deepstack included': lambda model: _only(model, r'visual\.(deepstack_)?merger'),

@@ -110,3 +110,11 @@ def test_nested_classes_keep_their_qualified_name():
     model = Inner(nn.Linear(2, 2))
     before = str(type(model))
     assert '<locals>' in before and str(type(MyModel(model))) == before
+
+
+def test_a_class_that_another_tool_derives_from_ours_keeps_the_attachment():
+    model = MyModel(nn.Sequential(nn.Linear(2, 2)))
+    model.__class__ = type('FSDPSequential', (type(model),), {})
+    assert isinstance(model, MyModel) and model.speedup.plan.segments == ()
+    with pytest.raises(AttachError, match='before'):
+        model.speedup.remove()

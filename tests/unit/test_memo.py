@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from swift_speedup.memo.fingerprint import Fingerprint
+from swift_speedup.memo.fingerprint import Fingerprint, _checksums
 from swift_speedup.memo.key import NotKeyable, call_prefix, plain, sample_key
 from swift_speedup.memo.memo import Memo
 from swift_speedup.memo.split import Call, PackedGrid
@@ -177,6 +177,21 @@ def test_fingerprints_see_every_way_to_change_a_weight(change):
     assert fingerprint.current() == before
     change(module)
     assert fingerprint.current() != before
+
+
+@pytest.mark.parametrize('dtype', (torch.float32, torch.bfloat16, torch.int8))
+@pytest.mark.parametrize('change', [
+    lambda t: t[-1:].add_(1), lambda t: t[:1].add_(1), lambda t: t.copy_(t.flip(0)), lambda t: swap(t)])
+def test_the_checksum_of_other_devices_sees_changes_and_exchanged_values(dtype, change):
+    values = (torch.arange(1003) % 100).to(dtype)[1:]  # an odd offset, and a rest that does not fill a word or a row
+    before = _checksums([('w', values)])
+    assert torch.equal(_checksums([('w', values.clone())]), before)
+    change(values)
+    assert not torch.equal(_checksums([('w', values)]), before)
+
+
+def swap(tensor):
+    tensor[0], tensor[8] = tensor[8].clone(), tensor[0].clone()
 
 
 def test_ram_store_keeps_to_its_budget_and_drops_the_oldest():
