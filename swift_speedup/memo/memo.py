@@ -141,16 +141,17 @@ class Memo:
         lookup.source = {index: index for index in everything}
         lookup.entries = [None] * len(everything)
         self._count(lookup)
-        if self._purity.refusal(mode) is None:
-            try:
-                self._check_alone(lookup, run, output, mode)
-                if self._purity.refusal(mode) is None:
-                    self._keep(lookup, everything, output)
-                    self._purity.confirm(mode)
-            except (NotSplittable, UnknownStructure) as reason:
-                self._purity.forbid(mode, str(reason))
-            except Exception as trouble:
-                self._trouble(trouble)
+        if self._purity.refusal(mode) is not None:
+            return output
+        try:
+            self._check_alone(lookup, run, output, mode)
+            if self._purity.refusal(mode) is None:
+                self._keep(lookup, everything, output)
+                self._purity.confirm(mode)
+        except (NotSplittable, UnknownStructure) as reason:
+            self._purity.forbid(mode, str(reason))
+        except Exception as trouble:  # a check that cannot be made is not tried again at every step
+            self._purity.forbid(mode, self._trouble(trouble))
         return output
 
     def _check_alone(self, lookup: _Lookup, run: Run, output: Any, mode: bytes) -> None:

@@ -131,6 +131,19 @@ def test_the_segments_own_error_passes_through():
     assert memo._stats.errors == 0
 
 
+def test_a_check_that_fails_is_not_tried_again():
+    memo, calls = make_memo(RamStore(10_000)), []
+
+    def no_room_for_more(args, kwargs):
+        calls.append(args[0].shape[0])
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError('the extra run')
+        return run(args, kwargs)
+    for _ in range(3):
+        assert_equal(evaluate(memo, no_room_for_more), tower(PATCHES, GRID))
+    assert calls == [16, 4, 16, 16] and memo._stats.errors == 1 and 'the extra run' in memo.bypass_reason
+
+
 def test_drawing_random_numbers_forbids_reuse_and_draws_as_often_as_without():
     memo = make_memo(RamStore(10_000))
     torch.manual_seed(0)
