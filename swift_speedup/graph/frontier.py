@@ -50,7 +50,7 @@ class Frontier:
         if torch.compiler.is_compiling():
             return original_call(module, *args, **kwargs)
         if state.inside_frozen and not torch.is_grad_enabled():
-            return checkpointing.call_plainly(module, original_call, args, kwargs)
+            return self._run_inside_frozen(module, original_call, args, kwargs)
         outermost = state.depth == 0
         if outermost:
             state.frozen, state.severed, state.untouchable = {}, False, self.manual.untouchable()
@@ -88,16 +88,18 @@ class Frontier:
         state.inside_frozen = True
         try:
             with torch.no_grad():
-                if module in self.reused:
-                    output = self._evaluate(module, original_call, args, kwargs)
-                else:
-                    output = checkpointing.call_plainly(module, original_call, args, kwargs)
+                output = self._run_inside_frozen(module, original_call, args, kwargs)
         finally:
             state.inside_frozen = False
         if any(tensor.requires_grad for tensor in tensors_in(output)):
             state.severed = True
             output = map_tensors(torch.Tensor.detach, output)
         return output
+
+    def _run_inside_frozen(self, module: nn.Module, original_call: Callable, args: tuple, kwargs: dict) -> Any:
+        """``module`` is frozen, or lies inside a module that is; grad is off."""
+        run = self._evaluate if module in self.reused else checkpointing.call_plainly
+        return run(module, original_call, args, kwargs)
 
     def _run_with_leaf(self, module: nn.Module, original_call: Callable, args: tuple, kwargs: dict) -> Any:
         args, leaf = checkpointing.with_leaf(args)

@@ -98,3 +98,23 @@ def test_cache_off_keeps_nothing_and_says_so():
     for _ in range(2):
         call(model)
     assert model.speedup.stats.hits == 0 and model.speedup.plan.segments[0].reason == 'cache=off'
+
+
+def test_a_tower_inside_a_larger_frozen_part_is_reused_too():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(Tower(nn.Tanh()))
+            self.head = nn.Linear(6, 2)
+            self.body.forward = lambda pixels, grid: self.body[0](pixels, grid_thw=grid)
+
+        def forward(self, pixels, grid):
+            return self.head(self.body(pixels, grid))
+
+    model = Model()
+    model.body.requires_grad_(False)
+    MyModel(model)
+    for _ in range(2):
+        model(torch.ones(4, 6), torch.tensor([[1, 2, 2]])).sum().backward()
+    assert model.speedup.stats.hits == 1 and model.head.weight.grad is not None
+    assert model.speedup.plan.frozen_modules == ('body',)
