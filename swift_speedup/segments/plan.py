@@ -34,15 +34,9 @@ class Plan:
     segments: tuple[SegmentPlan, ...]
     frozen_modules: tuple[str, ...]  # outermost frozen modules: the graph rules apply wherever their inputs need no grad
     left_alone: tuple[str, ...]  # parents that checkpoint their layers by hand
-    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
-
-    @property
-    def active(self) -> bool:
-        """Whether there is anything to gain."""
-        return bool(self.frozen_modules) or any(segment.graph_skipped for segment in self.segments)
 
     def line(self) -> str:
         """The one line that is logged at attach."""
@@ -50,8 +44,10 @@ class Plan:
         if not self.segments:
             parts.append('no tower that takes packed patches: nothing is cached')
         parts.append(f'{len(self.frozen_modules)} frozen parts' if self.frozen_modules else 'nothing is frozen now: nothing to skip')
-        parts += [f'{path} checkpoints its layers itself and is left alone' for path in self.left_alone]
-        return '; '.join([*parts, *self.notes])
+        return '; '.join([*parts, *self.remarks()])
+
+    def remarks(self) -> list[str]:
+        return [f'{path} checkpoints its layers itself and is left alone' for path in self.left_alone]
 
 
 def render(plan: Plan, stats: Stats, width: int = 120) -> str:
@@ -64,8 +60,8 @@ def render(plan: Plan, stats: Stats, width: int = 120) -> str:
     console.print(segments)
     shown = ', '.join(plan.frozen_modules[:8]) + (', ...' if len(plan.frozen_modules) > 8 else '')
     console.print(f'outermost frozen modules ({len(plan.frozen_modules)}): {shown or "none"}', markup=False)
-    for note in (*(f'{path} checkpoints its layers itself and is left alone' for path in plan.left_alone), *plan.notes):
-        console.print(note, markup=False)
+    for remark in plan.remarks():
+        console.print(remark, markup=False)
     counters = Table('counter', 'value', title='swift_speedup: counters')
     for name, value in stats.to_dict().items():
         counters.add_row(name, f'{value:,.3f}' if isinstance(value, float) else f'{value:,}')
