@@ -1,6 +1,7 @@
 """``MyModel`` and the ``.speedup`` handle: the one place that calls the stages in order."""
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -77,12 +78,14 @@ class Speedup:
         self._names = {module: path for path, module in model.named_modules()}
         self._frontier = Frontier(model, self._names)
         self._reused = {segment.module: self._make_reused(segment) for segment in find_towers(model)}
-        if config.cache != 'off' or config.dedup:
+        if config.cache != 'off' or config.dedup or config.eval:
             self._frontier.reused = frozenset(self._reused)
         self._frontier.evaluate = self._evaluate
         self._swap = ClassSwap(self._frontier.call, model, self)
         self._swap.apply(modules_to_swap(model))
         ensure_visible()
+        if config.eval and self._reused:
+            logger.warning('eval=true: frozen segments run in eval mode, which changes training where they have dropout or the like')
         logger.info('attached to %s: %s', original_class(model).__qualname__, self.plan.line())
 
     @property
@@ -118,7 +121,12 @@ class Speedup:
                                            self.config.dedup))
 
     def _evaluate(self, module: nn.Module, run: Callable, args: tuple, kwargs: dict) -> Any:
-        return self._reused[module].memo.evaluate(run, args, kwargs, state.mode(module))
+        with self._mode_of(module):
+            return self._reused[module].memo.evaluate(run, args, kwargs, state.mode(module))
+
+    def _mode_of(self, module: nn.Module) -> AbstractContextManager[None]:
+        """The mode in which a frozen segment is evaluated."""
+        return state.in_eval_mode(module) if self.config.eval else nullcontext()
 
     def _plan_of(self, reused: _Reused) -> SegmentPlan:
         module, path = reused.segment.module, reused.segment.path
@@ -128,7 +136,8 @@ class Speedup:
         elif self.config.cache == 'off':
             reason = 'cache=off'
         else:
-            reason = reused.gate.refusal(state.mode(module)) or reused.memo.bypass_reason
+            with self._mode_of(module):
+                reason = reused.gate.refusal(state.mode(module)) or reused.memo.bypass_reason
         return SegmentPlan(path, original_class(module).__qualname__, sum(p.numel() for p in module.parameters()),
                            frozen=trainable is None, graph_skipped=trainable is None, cached=reason is None, reason=reason)
 

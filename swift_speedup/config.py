@@ -65,6 +65,10 @@ class SpeedupConfig:
     dedup: bool = _option(
         True, 'Evaluate a sample that occurs several times in one batch only once.', 'true or false', _flag)
 
+    eval: bool = _option(
+        False, 'Run frozen segments in eval mode, so that those with dropout, drop path or batch statistics can be cached. '
+        'This changes training.', 'true or false', _flag)
+
     def __post_init__(self):
         for option in dataclasses.fields(self):
             object.__setattr__(self, option.name, _parse(option, getattr(self, option.name), option.name))

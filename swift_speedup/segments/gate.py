@@ -78,20 +78,23 @@ def _weights_elsewhere(path: str, module: nn.Module) -> Optional[str]:
     return None
 
 
+_REMEDY = '(eval=true runs it in eval mode, which changes training)'
+
+
 def _active_randomness(path: str, module: nn.Module) -> Optional[str]:
     for name, part in module.named_modules():
         if not part.training:
             continue
         place = f'{path}.{name}'.strip('.')
         if isinstance(part, _DropoutNd) and part.p > 0:
-            return f'dropout p={part.p} is active at {place}'
+            return f'dropout p={part.p} is active at {place} {_REMEDY}'
         rate = getattr(part, 'drop_prob', None) if 'drop' in type(part).__name__.lower() else None
         if isinstance(rate, float) and rate > 0:
-            return f'drop path p={rate} is active at {place}'
+            return f'drop path p={rate} is active at {place} {_REMEDY}'
         if isinstance(part, _NormBase) and part.track_running_stats:
-            return f'batch statistics are updated at {place}'
-        if isinstance(part, (nn.RReLU,)):
-            return f'random slopes are drawn at {place}'
+            return f'batch statistics are updated at {place} {_REMEDY}'
+        if isinstance(part, nn.RReLU):
+            return f'random slopes are drawn at {place} {_REMEDY}'
     return None
 
 

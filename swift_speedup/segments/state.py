@@ -1,4 +1,6 @@
 """What the value of a segment depends on besides its inputs: weights, buffers, settings, train/eval mode, versions."""
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,19 @@ def tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def mode(module: nn.Module) -> bytes:
     """Which of the modules inside train and which are in eval mode."""
     return Digest().add('training', bytes(part.training for part in module.modules())).value()
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Every module inside in eval mode; afterwards each is back in the mode it was in."""
+    switched = [part for part in module.modules() if part.training]
+    for part in switched:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in switched:
+            part.training = True
 
 
 def settings(module: nn.Module) -> str:

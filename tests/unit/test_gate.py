@@ -1,4 +1,6 @@
 """Rule 4: what may not be cached, and the reason that is given."""
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +66,7 @@ def test_impure_segments_are_computed_every_time_and_say_why(middle, words):
         assert not call(model).requires_grad  # the graph is skipped all the same
     assert model.speedup.stats.hits == 0
     segment = model.speedup.plan.segments[0]
+    assert ('eval=true' in segment.reason) == isinstance(middle, (nn.Dropout, DropPath, nn.BatchNorm1d))
     assert segment.graph_skipped and not segment.cached and words in segment.reason
 
 
@@ -74,6 +77,27 @@ def test_the_same_segment_is_cached_in_eval_mode_only(middle):
     assert model.speedup.stats.hits == 2
     call(model.train())
     assert model.speedup.stats.hits == 2
+
+
+@pytest.mark.parametrize('middle', [nn.Dropout(0.5), nn.BatchNorm1d(6), DropPath()])
+@pytest.mark.parametrize('cache', ('ram', 'off'))
+def test_eval_runs_frozen_segments_in_eval_mode_and_leaves_every_flag_as_it_was(middle, cache, caplog):
+    torch.manual_seed(0)
+    tower = Tower(middle).requires_grad_(False)
+    plain = copy.deepcopy(tower).eval()
+    with caplog.at_level('WARNING', logger='swift_speedup'):
+        model = MyModel(nn.Sequential(tower), cache=cache, dedup=False, eval=True).train()
+    assert 'changes training' in caplog.text
+    tower.proj.eval()
+    pixels, grid = torch.rand(12, 6), torch.tensor([[1, 2, 2], [1, 2, 4]])
+    for _ in range(2):
+        assert torch.equal(model[0](pixels, grid_thw=grid), plain(pixels, grid_thw=grid))
+    assert [part.training for part in model.modules()] == [True, True, False, True]
+    assert model.speedup.stats.hits == (2 if cache == 'ram' else 0)
+    assert model.speedup.plan.segments[0].reason == (None if cache == 'ram' else 'cache=off')
+    tower.requires_grad_(True)  # a trained tower is left in its mode
+    if isinstance(middle, nn.Dropout):
+        assert not torch.equal(model[0](pixels, grid_thw=grid), plain(pixels, grid_thw=grid))
 
 
 def test_counting_towers_count_as_without_the_plugin():
