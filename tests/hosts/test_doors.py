@@ -67,7 +67,8 @@ transformers.Qwen2VLForConditionalGeneration.from_pretrained({str(jobs["full-com
 
 
 @pytest.mark.parametrize(('name', 'words'), [
-    ('not-a-model', ('not_a_model',)), ('missing-image', ('_load_image', 'Error: ')),  # which error depends on whether the path decodes as base64
+    ('not-a-model', ('not_a_model',)),
+    ('missing-image', ('_load_image', 'Error: ')),  # which error depends on whether the path can be read as base64
     ('bad-environment', ('SWIFT_SPEEDUP_RAM_GIB', "'lots'", 'positive number')),
     ('bad-model-kwargs', ('SWIFT_SPEEDUP_CACHE', "'redis'", 'auto, off or ram')),
     ('bad-flag', ('--frozen_ram_gib', "'lots'", 'positive number'))])
