@@ -90,7 +90,7 @@ def measure(arms: list, batches: list, rounds: int, device: str) -> tuple[dict, 
             first = (turn * len(batches) + index) % len(arms)
             for arm in arms[first:] + arms[:first]:
                 torch.manual_seed(turn * len(batches) + index)
-                arm.prepare_step(index)
+                arm.prepare_step()
                 started = begin(device)
                 losses[arm.name].append(arm.step(index, batch))
                 times[arm.name].append(end(device) - started)

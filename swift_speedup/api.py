@@ -8,7 +8,7 @@ from torch import nn
 
 from .config import SpeedupConfig
 from .errors import AttachError
-from .graph.frontier import Frontier
+from .graph.frontier import Frontier, is_frozen
 from .graph.swap import ClassSwap, is_swapped, original_class, root_handle, swappable
 from .log import ensure_visible, logger
 from .memo.fingerprint import Fingerprint
@@ -92,7 +92,8 @@ class Speedup:
     def plan(self) -> Plan:
         """What is skipped and cached now, and why not; evaluated from ``requires_grad`` as it is at this moment."""
         root = self._swap.root
-        frozen = [path for path, module in root.named_modules() if _has_weights(module) and self._frontier.is_frozen(module)]
+        known: dict[nn.Module, bool] = {}
+        frozen = [path for path, module in root.named_modules() if _has_weights(module) and is_frozen(module, known)]
         return Plan(tuple(self._plan_of(reused) for reused in self._reused.values()), _outermost(frozen),
                     tuple(path or '(root)' for path in self._frontier.manual.active()))
 

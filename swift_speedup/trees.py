@@ -34,8 +34,6 @@ def _children(value: Any) -> Optional[list]:
 
 def carries_grad(value: Any) -> bool:
     """Whether a gradient may have to flow into ``value``: some tensor in it requires grad, or its inside cannot be told."""
-    if isinstance(value, torch.Tensor):
-        return value.requires_grad
     return _carries_grad(value, 0, set())
 
 

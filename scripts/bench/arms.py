@@ -45,8 +45,7 @@ class Arm:
         for index in range(len(batches)):
             self.step(index, batches[index])
 
-    def prepare_step(self, index: int) -> None:
-        self._now = index
+    def prepare_step(self) -> None:
         if self.name == 'cold':
             self.model.speedup.clear()
 

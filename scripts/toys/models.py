@@ -3,6 +3,7 @@
 ``build(family, size)`` gives a model, ``save(model, folder)`` a checkpoint folder that ``swift sft --model`` takes.
 """
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,6 @@ def make_tokenizer(texts: Sequence[str] = ()) -> transformers.PreTrainedTokenize
 
 
 def _merges(tokenizer: Tokenizer) -> list:
-    import json
     return json.loads(tokenizer.to_str())['model']['merges']
 
 

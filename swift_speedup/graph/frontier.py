@@ -59,23 +59,19 @@ class Frontier:
             output = self._apply_rules(module, original_call, args, kwargs)
         finally:
             state.depth -= 1
-        if outermost and state.severed and module is self._root and not _is_frozen(module, state.frozen):
+        if outermost and state.severed and module is self._root and not is_frozen(module, state.frozen):
             output = self._keep_backward_possible(output)
         return output
-
-    def is_frozen(self, module: nn.Module) -> bool:
-        """Whether no tensor that belongs to ``module`` or to a module inside it requires grad now."""
-        return _is_frozen(module, {})
 
     def _apply_rules(self, module: nn.Module, original_call: Callable, args: tuple, kwargs: dict) -> Any:
         state = self._pass
         if module in state.untouchable:
             return original_call(module, *args, **kwargs)
         if not torch.is_grad_enabled():
-            if module in self.reused and _is_frozen(module, state.frozen):
+            if module in self.reused and is_frozen(module, state.frozen):
                 return self._evaluate(module, original_call, args, kwargs)
             return original_call(module, *args, **kwargs)
-        if _is_frozen(module, state.frozen):
+        if is_frozen(module, state.frozen):
             if carries_grad(args) or carries_grad(kwargs):
                 return original_call(module, *args, **kwargs)
             return self._run_frozen(module, original_call, args, kwargs)
@@ -120,10 +116,14 @@ class Frontier:
         return map_tensors(lambda tensor: tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor, output)
 
 
-def _is_frozen(module: nn.Module, known: dict) -> bool:
+def is_frozen(module: nn.Module, known: dict) -> bool:
+    """Whether no tensor that belongs to ``module`` or to a module inside it requires grad now.
+
+    ``known`` keeps the answers for all of them; share it between calls only as long as nothing can have changed.
+    """
     frozen = known.get(module)
     if frozen is None:
-        frozen = not _owns_grad(module) and all(_is_frozen(child, known) for child in module.children())
+        frozen = not _owns_grad(module) and all(is_frozen(child, known) for child in module.children())
         known[module] = frozen
     return frozen
 

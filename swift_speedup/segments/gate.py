@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from . import state
+
 
 class Gate:
     """Purity of one segment by train/eval mode; see ``memo.memo.Purity``."""
@@ -67,13 +69,13 @@ class Gate:
 
 
 def _weights_elsewhere(path: str, module: nn.Module) -> Optional[str]:
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    for name, tensor in state.tensors(module):
         place = f'{path}.{name}'
         if tensor.is_meta:
             return f'{place} is on the meta device, so weights cannot be fingerprinted'
         if hasattr(tensor, 'ds_id'):
             return f'{place} is partitioned by DeepSpeed ZeRO-3'
-        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
             return f'{place} is a {type(tensor).__name__}, so this rank may not hold all of it'
     return None
 
