@@ -2,21 +2,24 @@
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Optional
 
 from torch import nn
 
 from .config import SpeedupConfig
 from .errors import AttachError
-from .graph.frontier import Frontier, is_frozen
+from .graph.frontier import Frontier
 from .graph.swap import ClassSwap, is_swapped, original_class, root_handle, swappable
 from .log import ensure_visible, logger
 from .memo.fingerprint import Fingerprint
 from .memo.memo import Memo
-from .segments import state
-from .segments.detect import Segment, find_towers, modules_to_swap
-from .segments.gate import Gate
-from .segments.plan import Plan, SegmentPlan, render
+from .segments import planner, state
+from .segments.detect import Tower, modules_to_swap, packed_towers
+from .segments.entries import METHODS
+from .segments.flops import Prediction, StepFlops, count_steps
+from .segments.gate import Gate, active_randomness, static_refusal
+from .segments.plan import Plan, render
+from .segments.trace import Trace, Tracer
 from .stats import Stats
 from .store import NullStore, RamStore, Store
 from .store.ram import GIB, default_budget
@@ -63,7 +66,7 @@ def attach(model: nn.Module, config: SpeedupConfig) -> nn.Module:
 
 @dataclasses.dataclass
 class _Reused:
-    segment: Segment
+    tower: Tower
     gate: Gate
     memo: Memo
 
@@ -75,13 +78,14 @@ class Speedup:
         self.config = config
         self.stats = Stats()
         self._store = _make_store(config)
-        self._names = {module: path for path, module in model.named_modules()}
-        self._frontier = Frontier(model, self._names)
-        self._reused = {segment.module: self._make_reused(segment) for segment in find_towers(model)}
+        names = {module: path for path, module in model.named_modules()}
+        self._tracer = Tracer(names, self._on_trace)
+        self._frontier = Frontier(model, names, self._tracer)
+        self._reused = {(tower.module, tower.entry): self._make_reused(tower) for tower in packed_towers(model)}
         if config.cache != 'off' or config.dedup or config.eval:
             self._frontier.reused = frozenset(self._reused)
         self._frontier.evaluate = self._evaluate
-        self._swap = ClassSwap(self._frontier.call, model, self)
+        self._swap = ClassSwap(self._frontier.call, model, self, METHODS)
         self._swap.apply(modules_to_swap(model))
         ensure_visible()
         if config.eval and self._reused:
@@ -90,12 +94,31 @@ class Speedup:
 
     @property
     def plan(self) -> Plan:
-        """What is skipped and cached now, and why not; evaluated from ``requires_grad`` as it is at this moment."""
-        root = self._swap.root
-        known: dict[nn.Module, bool] = {}
-        frozen = [path for path, module in root.named_modules() if _has_weights(module) and is_frozen(module, known)]
-        return Plan(tuple(self._plan_of(reused) for reused in self._reused.values()), _outermost(frozen),
-                    tuple(path or '(root)' for path in self._frontier.manual.active()))
+        """What is skipped and cached now, and why not; evaluated from ``requires_grad`` as it is at this moment.
+
+        Before the first training forward segments are what the module tree lets expect, afterwards what was really executed.
+        """
+        return self._plan(self._refusal)
+
+    def predict(self, stock: StepFlops, steps: Callable[[], Any], batches: int) -> tuple[Plan, Prediction]:
+        """The plan as it will be once there are weights, and what FLOPs say about it.
+
+        The model's parameters are on the meta device. ``steps()`` runs forward and backward of ``batches`` batches, and ``stock`` is
+        what ``segments.flops.count_steps`` found for them before the plugin was attached.
+        """
+        count_steps(self._swap.root, steps, {})  # traces
+        plan = self._plan(self._expected_refusal)
+        modules = {path: module for path, module in self._swap.root.named_modules()}
+        watched = {path: modules[path] for segment in plan.segments if segment.graph_skipped for path in segment.modules}
+        counted = count_steps(self._swap.root, steps, watched)
+        forward = {segment.path: sum(counted.forward[path] for path in segment.modules)
+                   for segment in plan.segments if segment.graph_skipped}
+        reused = tuple(segment.path for segment in plan.segments if segment.cached)
+        return plan, Prediction(batches, stock.total, counted.total, forward, reused)
+
+    def _plan(self, refusal: planner.Refusal) -> Plan:
+        left_alone = [path or '(root)' for path in self._frontier.manual.active()]
+        return planner.make_plan(self._swap.root, self._tracer.trace, refusal, left_alone)
 
     def report(self) -> str:
         """Plan and counters as a table; printed as well as returned."""
@@ -114,33 +137,42 @@ class Speedup:
         self.clear()
         return self._swap.root
 
-    def _make_reused(self, segment: Segment) -> _Reused:
-        module = segment.module
-        gate = Gate(segment.path, module)
+    def _make_reused(self, tower: Tower) -> _Reused:
+        module = tower.module
+        gate = Gate(tower.path, module)
         fingerprint = Fingerprint(lambda: state.settings(module), lambda: state.tensors(module))
-        return _Reused(segment, gate, Memo(segment.path or '(root)', segment.signature, fingerprint, gate, self._store, self.stats,
-                                           self.config.dedup))
+        return _Reused(tower, gate, Memo(tower.path or '(root)', tower.signature, fingerprint, gate, self._store, self.stats,
+                                         self.config.dedup))
 
-    def _evaluate(self, module: nn.Module, run: Callable, args: tuple, kwargs: dict) -> Any:
+    def _evaluate(self, module: nn.Module, entry: str, run: Callable, args: tuple, kwargs: dict) -> Any:
         with self._mode_of(module):
-            return self._reused[module].memo.evaluate(run, args, kwargs, state.mode(module))
+            return self._reused[module, entry].memo.evaluate(run, args, kwargs, state.mode(module))
 
     def _mode_of(self, module: nn.Module) -> AbstractContextManager[None]:
         """The mode in which a frozen segment is evaluated."""
         return state.in_eval_mode(module) if self.config.eval else nullcontext()
 
-    def _plan_of(self, reused: _Reused) -> SegmentPlan:
-        module, path = reused.segment.module, reused.segment.path
-        trainable = next((name for name, tensor in state.tensors(module) if tensor.requires_grad), None)
-        if trainable is not None:
-            reason = f'{path}.{trainable} is trainable'.lstrip('.')
-        elif self.config.cache == 'off':
-            reason = 'cache=off'
-        else:
-            with self._mode_of(module):
-                reason = reused.gate.refusal(state.mode(module)) or reused.memo.bypass_reason
-        return SegmentPlan(path, original_class(module).__qualname__, sum(p.numel() for p in module.parameters()),
-                           frozen=trainable is None, graph_skipped=trainable is None, cached=reason is None, reason=reason)
+    def _refusal(self, module: nn.Module, path: str) -> Optional[str]:
+        """Why the outputs of a frozen module are not reused now; ``None``: they are."""
+        if self.config.cache == 'off':
+            return 'cache=off'
+        with self._mode_of(module):
+            reused = next((reused for (other, _), reused in self._reused.items() if other is module), None)
+            if reused is None:
+                return static_refusal(path, module) or planner.NO_MEMO
+            return reused.gate.refusal(state.mode(module)) or reused.memo.bypass_reason
+
+    def _expected_refusal(self, module: nn.Module, path: str) -> Optional[str]:
+        """As :meth:`_refusal`, for a model whose weights are not loaded: what only running it can show is taken to be well."""
+        if self.config.cache == 'off':
+            return 'cache=off'
+        with self._mode_of(module):
+            known = any(other is module for other, _ in self._reused)
+            return active_randomness(path, module) or (None if known else planner.NO_MEMO)
+
+    def _on_trace(self, trace: Trace) -> None:
+        for warning in planner.unentered_towers(self._swap.root, trace):
+            logger.warning(warning)
 
 
 def _make_store(config: SpeedupConfig) -> Store:
@@ -148,19 +180,3 @@ def _make_store(config: SpeedupConfig) -> Store:
         return NullStore()
     return RamStore(default_budget() if config.ram_gib is None else int(config.ram_gib * GIB))
 
-
-def _has_weights(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
-def _outermost(paths: list[str]) -> tuple[str, ...]:
-    """Drop what lies inside another path of the list; parents come first in it."""
-    kept: list[str] = []
-    inside: set[str] = set()
-    for path in paths:
-        parents = {path[:place] for place, letter in enumerate(path) if letter == '.'} | {''}
-        if path and parents & inside:
-            continue
-        inside.add(path)
-        kept.append(path or '(root)')
-    return tuple(kept)

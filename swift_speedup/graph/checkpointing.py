@@ -24,11 +24,11 @@ def is_active(module: nn.Module) -> bool:
     return type(module).__name__ == 'CheckpointWrapper'  # torch's own, used with FSDP
 
 
-def call_plainly(module: nn.Module, original_call: Callable, args: tuple, kwargs: dict) -> Any:
+def call_plainly(module: nn.Module, original: Callable, args: tuple, kwargs: dict) -> Any:
     """Call ``module`` outside its checkpoint; hooks run, and the layer sees the arguments checkpointing would have left it."""
-    if (original_call is not GradientCheckpointingLayer.__call__ or not is_active(module)
+    if (original is not GradientCheckpointingLayer.__call__ or not is_active(module)
             or _HOST_WRAPPED in module.__dict__):
-        return original_call(module, *args, **kwargs)
+        return original(module, *args, **kwargs)
     kwargs = dict(kwargs)
     if kwargs.get('use_cache'):
         kwargs['use_cache'] = False

@@ -7,7 +7,8 @@ checkpoint: reentrant checkpointing drops a module whose inputs need none.
 """
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Optional
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Optional, Protocol
 
 import torch
 from torch import nn
@@ -15,8 +16,21 @@ from torch import nn
 from ..trees import carries_grad, map_tensors, tensors_in
 from . import checkpointing
 from .leaf_check import LeafCheck
+from .swap import CALL
 
-Evaluate = Callable[[nn.Module, Callable, tuple, dict], Any]
+Evaluate = Callable[[nn.Module, str, Callable, tuple, dict], Any]
+
+
+class Observer(Protocol):
+    """Someone who watches what the rules do in a training forward. Its methods must not change anything."""
+
+    def wanted(self, frozen: Mapping[nn.Module, bool]) -> bool: ...  # asked after each forward of the root, for the next one
+    def forward(self, root: bool, args: tuple, kwargs: dict) -> AbstractContextManager[None]: ...
+    def entered(self, module: nn.Module) -> None: ...
+    def skipping(self, module: nn.Module) -> AbstractContextManager[None]: ...  # around the run of an outermost frozen module
+    def skipped(self, module: nn.Module, entry: str, args: tuple, kwargs: dict, output: Any) -> None: ...
+    def passed(self, module: nn.Module) -> None: ...  # frozen, but its inputs need grad
+    def trained(self, args: tuple, kwargs: dict, output: Any) -> None: ...
 
 
 class _Pass(threading.local):
@@ -25,6 +39,7 @@ class _Pass(threading.local):
     depth = 0  # nesting of swapped calls
     inside_frozen = False  # the freeze rule is running a module
     severed = False  # a frozen output that a hook had made require grad was detached
+    observer: Optional[Observer] = None  # watches the present outermost call
     frozen: Optional[dict] = None  # module -> bool, valid until the outermost call ends
     untouchable: frozenset = frozenset()
 
@@ -32,86 +47,118 @@ class _Pass(threading.local):
 class Frontier:
     """Call handler for swapped modules.
 
-    ``names`` maps modules to their paths. ``reused`` holds the modules whose evaluation may be replaced;
-    ``evaluate(module, run, args, kwargs)`` does so, ``run(args, kwargs)`` being the real call.
+    ``names`` maps modules to their paths. ``reused`` holds the modules and entries whose evaluation may be replaced;
+    ``evaluate(module, entry, run, args, kwargs)`` does so, ``run(args, kwargs)`` being the real call. ``observer`` watches the
+    first training forward and those that follow a change of what is frozen.
     """
 
-    def __init__(self, root: nn.Module, names: Mapping[nn.Module, str]):
+    def __init__(self, root: nn.Module, names: Mapping[nn.Module, str], observer: Optional[Observer] = None):
         self._root = root
-        self.reused: frozenset[nn.Module] = frozenset()
+        self.reused: frozenset[tuple[nn.Module, str]] = frozenset()
         self.evaluate: Optional[Evaluate] = None
         self.manual = checkpointing.ManualCheckpoints(root)
         self._names = names
         self._leaf_check = LeafCheck()
         self._pass = _Pass()
+        self._observer = observer
+        self._observing = observer is not None
 
-    def call(self, module: nn.Module, original_call: Callable, args: tuple, kwargs: dict) -> Any:
+    def call(self, module: nn.Module, entry: str, original: Callable, args: tuple, kwargs: dict) -> Any:
         state = self._pass
         if torch.compiler.is_compiling():
-            return original_call(module, *args, **kwargs)
+            return original(module, *args, **kwargs)
+        if state.observer is not None:
+            state.observer.entered(module)
         if state.inside_frozen and not torch.is_grad_enabled():
-            return self._run_inside_frozen(module, original_call, args, kwargs)
-        outermost = state.depth == 0
-        if outermost:
-            state.frozen, state.severed, state.untouchable = {}, False, self.manual.untouchable()
-        state.depth += 1
+            return self._run_inside_frozen(module, entry, original, args, kwargs)
+        if state.depth:
+            state.depth += 1
+            try:
+                return self._apply_rules(module, entry, original, args, kwargs)
+            finally:
+                state.depth -= 1
+        return self._outermost(module, entry, original, args, kwargs)
+
+    def _outermost(self, module: nn.Module, entry: str, original: Callable, args: tuple, kwargs: dict) -> Any:
+        state = self._pass
+        state.frozen, state.severed, state.untouchable = {}, False, self.manual.untouchable()
+        is_root = module is self._root and entry == CALL
+        training = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1  # the second: not a recomputation
+        observer = state.observer = self._observer if self._observing and training else None
+        state.depth = 1
         try:
-            output = self._apply_rules(module, original_call, args, kwargs)
+            with nullcontext() if observer is None else observer.forward(is_root, args, kwargs):
+                if observer is not None:
+                    observer.entered(module)
+                output = self._apply_rules(module, entry, original, args, kwargs)
         finally:
-            state.depth -= 1
-        if outermost and state.severed and module is self._root and not is_frozen(module, state.frozen):
-            output = self._keep_backward_possible(output)
+            state.depth, state.observer = 0, None
+        if training and is_root:
+            if self._observer is not None:
+                self._observing = self._observer.wanted(state.frozen)
+            if state.severed and not is_frozen(module, state.frozen):
+                output = self._keep_backward_possible(output)
         return output
 
-    def _apply_rules(self, module: nn.Module, original_call: Callable, args: tuple, kwargs: dict) -> Any:
+    def _apply_rules(self, module: nn.Module, entry: str, original: Callable, args: tuple, kwargs: dict) -> Any:
         state = self._pass
         if module in state.untouchable:
-            return original_call(module, *args, **kwargs)
+            return original(module, *args, **kwargs)
         if not torch.is_grad_enabled():
-            if module in self.reused and is_frozen(module, state.frozen):
-                return self._evaluate(module, original_call, args, kwargs)
-            return original_call(module, *args, **kwargs)
+            if (module, entry) in self.reused and is_frozen(module, state.frozen):
+                return self._evaluate(module, entry, original, args, kwargs)
+            return original(module, *args, **kwargs)
         if is_frozen(module, state.frozen):
-            if carries_grad(args) or carries_grad(kwargs):
-                return original_call(module, *args, **kwargs)
-            return self._run_frozen(module, original_call, args, kwargs)
-        if checkpointing.is_active(module) and not carries_grad(args) and not carries_grad(kwargs):
-            return self._run_with_leaf(module, original_call, args, kwargs)
-        return original_call(module, *args, **kwargs)
+            if not carries_grad(args) and not carries_grad(kwargs):
+                return self._run_frozen(module, entry, original, args, kwargs)
+            if state.observer is not None:
+                state.observer.passed(module)
+            return original(module, *args, **kwargs)
+        if entry == CALL and checkpointing.is_active(module) and not carries_grad(args) and not carries_grad(kwargs):
+            output = self._run_with_leaf(module, original, args, kwargs)
+        else:
+            output = original(module, *args, **kwargs)
+        if state.observer is not None:
+            state.observer.trained(args, kwargs, output)
+        return output
 
-    def _run_frozen(self, module: nn.Module, original_call: Callable, args: tuple, kwargs: dict) -> Any:
+    def _run_frozen(self, module: nn.Module, entry: str, original: Callable, args: tuple, kwargs: dict) -> Any:
         state = self._pass
+        observer = state.observer
         state.inside_frozen = True
         try:
-            with torch.no_grad():
-                output = self._run_inside_frozen(module, original_call, args, kwargs)
+            with torch.no_grad(), nullcontext() if observer is None else observer.skipping(module):
+                output = self._run_inside_frozen(module, entry, original, args, kwargs)
         finally:
             state.inside_frozen = False
         if any(tensor.requires_grad for tensor in tensors_in(output)):
             state.severed = True
             output = map_tensors(torch.Tensor.detach, output)
+        if observer is not None:
+            observer.skipped(module, entry, args, kwargs, output)
         return output
 
-    def _run_inside_frozen(self, module: nn.Module, original_call: Callable, args: tuple, kwargs: dict) -> Any:
+    def _run_inside_frozen(self, module: nn.Module, entry: str, original: Callable, args: tuple, kwargs: dict) -> Any:
         """``module`` is frozen, or lies inside a module that is; grad is off."""
-        run = self._evaluate if module in self.reused else checkpointing.call_plainly
-        return run(module, original_call, args, kwargs)
+        if (module, entry) in self.reused:
+            return self._evaluate(module, entry, original, args, kwargs)
+        return checkpointing.call_plainly(module, original, args, kwargs)
 
-    def _run_with_leaf(self, module: nn.Module, original_call: Callable, args: tuple, kwargs: dict) -> Any:
+    def _run_with_leaf(self, module: nn.Module, original: Callable, args: tuple, kwargs: dict) -> Any:
         args, leaf = checkpointing.with_leaf(args)
-        output = original_call(module, *args, **kwargs)
+        output = original(module, *args, **kwargs)
         if leaf is not None:
             self._leaf_check.watch(self._names.get(module, type(module).__name__), module, leaf, output)
         return output
 
-    def _evaluate(self, module: nn.Module, original_call: Callable, args: tuple, kwargs: dict) -> Any:
+    def _evaluate(self, module: nn.Module, entry: str, original: Callable, args: tuple, kwargs: dict) -> Any:
         def run(run_args: tuple, run_kwargs: dict) -> Any:
-            return checkpointing.call_plainly(module, original_call, run_args, run_kwargs)
-        return self.evaluate(module, run, args, kwargs)
+            return checkpointing.call_plainly(module, original, run_args, run_kwargs)
+        return self.evaluate(module, entry, run, args, kwargs)
 
     def _keep_backward_possible(self, output: Any) -> Any:
         """A step in which no trainable module took part still has a loss to call ``backward`` on, as it had with the hooks."""
-        if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors_in(output)):
+        if any(tensor.requires_grad for tensor in tensors_in(output)):
             return output
         return map_tensors(lambda tensor: tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor, output)
 

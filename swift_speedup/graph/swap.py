@@ -2,9 +2,12 @@
 
 One dynamic subclass per original class serves all its instances, because hosts look modules up by class (FSDP wraps the
 class of the first match only). The subclass keeps name, qualname and module: ``save_pretrained``, output capturing and
-remote-code saving read them. Only ``__call__`` is overridden: ``forward`` may be shadowed on the instance by the host.
+remote-code saving read them. ``__call__`` is overridden, not ``forward``: the host may shadow that on the instance. Modules that
+are entered by another method have that method overridden as well.
 """
 import copyreg
+import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Optional
 
@@ -13,21 +16,24 @@ from torch import nn
 
 from ..errors import AttachError
 
-CallHandler = Callable[[nn.Module, Callable, tuple, dict], Any]
+CallHandler = Callable[[nn.Module, str, Callable, tuple, dict], Any]
+CALL = '__call__'
 _MARK = '_speedup_swap'
 
 
 class ClassSwap:
     """All swapped classes of one attachment.
 
-    ``handler(module, original_call, args, kwargs)`` receives every call; ``original_call`` is the original class's unbound
-    ``__call__``. ``handle`` is what ``root.speedup`` answers.
+    ``handler(module, entry, original, args, kwargs)`` receives every call; ``entry`` is ``CALL`` or one of ``entries``, names of
+    other methods that enter a module, and ``original`` is that method of the original class, unbound. ``handle`` is what
+    ``root.speedup`` answers.
     """
 
-    def __init__(self, handler: CallHandler, root: nn.Module, handle: Any):
+    def __init__(self, handler: CallHandler, root: nn.Module, handle: Any, entries: Iterable[str] = ()):
         self.root = root
         self.handle = handle
         self._handler = handler
+        self._entries = tuple(entries)
         self._classes: dict[type, type] = {}
 
     def apply(self, modules: Iterable[nn.Module]) -> None:
@@ -52,7 +58,7 @@ class ClassSwap:
         swap, handler, original_call = self, self._handler, original.__call__
 
         def __call__(self, *args, **kwargs):
-            return handler(self, original_call, args, kwargs)
+            return handler(self, CALL, original_call, args, kwargs)
 
         def __reduce_ex__(self, protocol):
             # Pickles and deep copies are those of the plain module: nothing of ours may outlive this object (Rule 2).
@@ -74,9 +80,23 @@ class ClassSwap:
             '__reduce_ex__': __reduce_ex__,
             'speedup': property(speedup),
             _MARK: swap,
+            **{name: self._entry(name, getattr(original, name)) for name in self._entries if has_method(original, name)},
         }
         swapped = type(original)(original.__name__, (original,), namespace)
         return swapped
+
+    def _entry(self, name: str, original: Callable) -> Callable:
+        handler = self._handler
+
+        @functools.wraps(original)
+        def entry(self, *args, **kwargs):
+            return handler(self, name, original, args, kwargs)
+        return entry
+
+
+def has_method(cls: type, name: str) -> bool:
+    """Whether ``name`` is a plain method of ``cls``: no property, class or static method."""
+    return inspect.isfunction(inspect.getattr_static(cls, name, None))
 
 
 def _swap_of(module: Any) -> Optional[ClassSwap]:
@@ -100,5 +120,9 @@ def is_swapped(module: Any) -> bool:
 
 
 def swappable(module: nn.Module) -> bool:
-    """Whether the class of ``module`` can be swapped: compiled and traced modules have classes of their own making."""
-    return not isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)) and not is_swapped(module)
+    """Whether the class of ``module`` can be swapped: traced modules have classes of their own making."""
+    return not is_traced(module) and not is_swapped(module)
+
+
+def is_traced(module: nn.Module) -> bool:
+    return isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule))

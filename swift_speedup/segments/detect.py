@@ -1,37 +1,143 @@
-"""Model -> segments: the callables whose evaluation is skipped and reused as one."""
+"""Model and trace -> segments: frozen callables below the frontier that are run, skipped and reused as one."""
 import dataclasses
 import inspect
+import re
+from collections.abc import Iterable
+from typing import Optional
 
 from torch import nn
 
-from ..graph.swap import original_class, swappable
-from ..memo.split import GRID_NAMES
+from ..graph.swap import CALL, is_traced, original_class, swappable
+from .entries import GRID_NAMES
+from .structure import (
+    find_encoders,
+    find_stacks,
+    find_towers,
+    forward_signature,
+    has_weights,
+    input_embeddings,
+    token_embeddings,
+)
+from .trace import Trace, Unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Tower:
+    """A tower that is called with packed patches and one grid row per image or video: the memo knows how to reuse it."""
+
+    path: str
+    module: nn.Module
+    entry: str
+    signature: inspect.Signature  # of the entry, without ``self``
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A tower that is called with packed patches and one grid row per image or video."""
+    """A segment as it was executed, or, before the first training forward, as it probably will be.
 
+    ``kind``: ``tower``, ``tower + aligner``, ``partial tower``, ``aligner``, ``prefix``, ``text encoder`` or ``part``.
+    """
+
+    kind: str
     path: str
-    module: nn.Module
-    signature: inspect.Signature  # of the class's ``forward`` without ``self``: the instance's may be the host's (*args, **kwargs)
+    modules: tuple[nn.Module, ...]
+    paths: tuple[str, ...]
+    impure: Optional[str] = None  # seen while it ran
 
 
-def find_towers(root: nn.Module) -> list[Segment]:
+def packed_towers(root: nn.Module) -> list[Tower]:
     """The outermost modules whose forward takes a grid; names and ``model_arch`` tables are not trusted."""
-    towers: list[Segment] = []
+    towers: list[Tower] = []
     for path, module in root.named_modules():
-        if any(path.startswith(f'{tower.path}.') or not tower.path for tower in towers) or not swappable(module):
+        if any(path.startswith(f'{tower.path}.') or not tower.path for tower in towers) or is_traced(module):
             continue
         signature = forward_signature(module)
         if any(name in signature.parameters for name in GRID_NAMES):
-            towers.append(Segment(path, module, signature))
+            towers.append(Tower(path, module, CALL, signature))
     return towers
 
 
-def forward_signature(module: nn.Module) -> inspect.Signature:
-    signature = inspect.signature(original_class(module).forward)
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+def expected_towers(root: nn.Module) -> dict[nn.Module, str]:
+    """Towers as far as the module tree tells."""
+    found = {tower.module: tower.path for tower in packed_towers(root)}
+    for module, path in find_towers(root).items():
+        if not any(path == other or path.startswith(f'{other}.') for other in found.values()):
+            found[module] = path
+    return found
+
+
+def segments_of(root: nn.Module, trace: Trace) -> list[Segment]:
+    """The segments of an executed forward, in the order in which they began."""
+    groups: dict[tuple[str, str], list[Unit]] = {}
+    facts = _Facts(root, trace)
+    for place, unit in enumerate(trace.units):
+        if has_weights(unit.module):
+            groups.setdefault(facts.group(place), []).append(unit)
+    return [segment for key, group in groups.items() if (segment := facts.describe(*key, group)) is not None]
+
+
+class _Facts:
+    """Sorts the units of one trace into segments by what fed them and by where they lie."""
+
+    def __init__(self, root: nn.Module, trace: Trace):
+        self._trace = trace
+        self._stacks = find_stacks(root)
+        self._encoders = find_encoders(root)
+        embeddings = token_embeddings(root)
+        self._text = {place for place, unit in enumerate(trace.units) if not embeddings.isdisjoint(unit.module.modules())}
+        for place, unit in enumerate(trace.units):  # in the order of execution: what they reached
+            if unit.sources & self._text:
+                self._text.add(place)
+
+    def group(self, place: int) -> tuple[str, str]:
+        unit = self._trace.units[place]
+        encoder = next((path for path in self._encoders.values() if unit.path.startswith(f'{path}.')), None)
+        if place in self._text:
+            if self._holds_stack(unit):
+                return 'text encoder', unit.path
+            stack = next((stack.path for stack in self._stacks if unit.path.startswith(f'{stack.path}.')), None)
+            return ('prefix', stack) if stack is not None else ('embeddings', '')
+        if encoder is not None:
+            return 'partial tower', encoder
+        if unit.media or unit.sources:
+            return 'media', str(min(self._first(place)))
+        return 'part', unit.path.rpartition('.')[0]
+
+    def describe(self, kind: str, where: str, group: list[Unit]) -> Optional[Segment]:
+        if kind == 'embeddings':  # alone they are a lookup: nothing to gain
+            return None
+        if kind == 'partial tower':
+            return _segment(kind, f'{where}: {_ranges(unit.path[len(where) + 1:] for unit in group)}', group)
+        if kind == 'media':
+            towers = sum(self._holds_stack(unit) for unit in group)
+            kind = 'aligner' if not towers else 'tower' if towers == len(group) else 'tower + aligner'
+        return _segment(kind, _ranges(unit.path for unit in group), group)
+
+    def _first(self, place: int) -> set[int]:
+        """The units from which data reached this one first; itself if there are none."""
+        sources = {source for source in self._trace.units[place].sources if source < place}
+        return set().union(*(self._first(source) for source in sources)) or {place}
+
+    def _holds_stack(self, unit: Unit) -> bool:
+        return any(stack.path == unit.path or stack.path.startswith(f'{unit.path}.') for stack in self._stacks)
+
+
+def _segment(kind: str, path: str, group: list[Unit]) -> Segment:
+    return Segment(kind, path, tuple(unit.module for unit in group), tuple(unit.path for unit in group),
+                   next((f'{unit.path}: {unit.impure}' for unit in group if unit.impure), None))
+
+
+def _ranges(paths: Iterable[str]) -> str:
+    """``layers.0-3 + norm`` for the paths of consecutive layers and others."""
+    shown: list[str] = []
+    for path in paths:
+        match = re.match(r'(.*?)\.?(\d+)$', path)
+        last = re.match(r'(.*?)\.?(\d+)(?:-(\d+))?$', shown[-1]) if shown else None
+        if match and last and match.group(1) == last.group(1) and int(match.group(2)) == int(last.group(3) or last.group(2)) + 1:
+            shown[-1] = f'{last.group(1)}.{last.group(2)}-{match.group(2)}'.lstrip('.')
+        else:
+            shown.append(path)
+    return ' + '.join(shown)
 
 
 def modules_to_swap(root: nn.Module) -> list[nn.Module]:
@@ -40,7 +146,7 @@ def modules_to_swap(root: nn.Module) -> list[nn.Module]:
     Those with weights and parts; of the leaves only embeddings and others that a hook could make require grad: for a bare
     layer without inputs that need grad autograd records nothing by itself. One class is swapped for all its instances or not at all.
     """
-    entries = {_input_embeddings(module) for module in root.modules()}
+    entries = {input_embeddings(module) for module in root.modules()}
     wanted = {original_class(module) for module in root.modules()
               if _has_parts(module) or module in entries or isinstance(module, nn.Embedding) or module._forward_hooks}
     wanted.add(original_class(root))
@@ -50,13 +156,4 @@ def modules_to_swap(root: nn.Module) -> list[nn.Module]:
 
 
 def _has_parts(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None and next(module.parameters(), None) is not None
-
-
-def _input_embeddings(module: nn.Module):
-    """What ``enable_input_require_grads`` would hook; models that cannot tell raise all kinds of errors."""
-    getter = getattr(module, 'get_input_embeddings', None)
-    try:
-        return getter() if callable(getter) else None
-    except Exception:
-        return None
+    return next(module.children(), None) is not None and has_weights(module)

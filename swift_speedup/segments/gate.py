@@ -26,11 +26,7 @@ class Gate:
         """Why the segment may not be reused in this mode now, ``None`` if it may."""
         if mode in self._forbidden:
             return self._forbidden[mode]
-        return self.static_refusal() if mode not in self._verified else None
-
-    def static_refusal(self) -> Optional[str]:
-        """What reading the module says against reuse in its current mode."""
-        return _weights_elsewhere(self._path, self._module) or _active_randomness(self._path, self._module)
+        return static_refusal(self._path, self._module) if mode not in self._verified else None
 
     def verified(self, mode: bytes) -> bool:
         return mode in self._verified
@@ -44,14 +40,10 @@ class Gate:
     @contextmanager
     def observe(self, mode: bytes) -> Iterator[None]:
         """Forbid reuse if what runs inside draws random numbers or writes a buffer."""
-        generators, buffers = _generator_states(self._module), _buffer_versions(self._module)
-        yield
-        drawn = [name for name, state in _generator_states(self._module).items() if not _same(state, generators[name])]
-        if drawn:
-            self.forbid(mode, f'it draws random numbers ({", ".join(drawn)})')
-        written = [name for name, version in _buffer_versions(self._module).items() if buffers.get(name) != version]
-        if written:
-            self.forbid(mode, f'it writes its buffers ({", ".join(written[:3])})')
+        with watching(self._module) as seen:
+            yield
+        for reason in seen:
+            self.forbid(mode, reason)
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -66,6 +58,25 @@ class Gate:
             for name, state in states.items():
                 if name.startswith('cuda'):
                     torch.cuda.set_rng_state(state, name)
+
+
+@contextmanager
+def watching(module: nn.Module) -> Iterator[list[str]]:
+    """The list tells afterwards what makes ``module`` impure: random numbers that were drawn inside, buffers that were written."""
+    seen: list[str] = []
+    generators, buffers = _generator_states(module), _buffer_versions(module)
+    yield seen
+    drawn = [name for name, state in _generator_states(module).items() if not _same(state, generators[name])]
+    if drawn:
+        seen.append(f'it draws random numbers ({", ".join(drawn)})')
+    written = [name for name, version in _buffer_versions(module).items() if buffers.get(name) != version]
+    if written:
+        seen.append(f'it writes its buffers ({", ".join(written[:3])})')
+
+
+def static_refusal(path: str, module: nn.Module) -> Optional[str]:
+    """What reading ``module`` says against reuse in its current mode."""
+    return _weights_elsewhere(path, module) or active_randomness(path, module)
 
 
 def _weights_elsewhere(path: str, module: nn.Module) -> Optional[str]:
@@ -83,7 +94,8 @@ def _weights_elsewhere(path: str, module: nn.Module) -> Optional[str]:
 _REMEDY = '(eval=true runs it in eval mode, which changes training)'
 
 
-def _active_randomness(path: str, module: nn.Module) -> Optional[str]:
+def active_randomness(path: str, module: nn.Module) -> Optional[str]:
+    """Dropout, drop path and batch statistics that are switched on inside ``module``."""
     for name, part in module.named_modules():
         if not part.training:
             continue
