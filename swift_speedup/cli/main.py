@@ -7,6 +7,7 @@ from typing import Optional
 
 from ..config import FLAG_PREFIX, SpeedupConfig, flag_name, option_fields
 from ..errors import ConfigError, SpeedupError
+from .plan_options import PLAN_OPTIONS, check_plan_options
 
 _TRAINING = ('sft', 'pt', 'rlhf')
 
@@ -18,6 +19,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     try:
         if command in _TRAINING:
             return _train(command, argv[1:])
+        if command == 'plan':
+            return _plan(argv[1:])
         if command == 'plugin' and not argv[1:]:
             print(plugin_path())
             return 0
@@ -32,11 +35,14 @@ def main(argv: Optional[list[str]] = None) -> int:
 
 
 def usage() -> str:
-    lines = ['usage: swift-speedup sft|pt|rlhf <every swift flag> [options]   train with the plugin, ms-swift unpatched',
-             '       swift-speedup plugin                                     path of the file for swift --external_plugins',
+    lines = ['usage: swift-speedup sft|pt|rlhf <every swift flag> [options]  train with the plugin, ms-swift unpatched',
+             '       swift-speedup plan [sft|pt|rlhf] <the same flags>       what would be skipped and cached, and the gain that',
+             '                                                               FLOPs predict; loads no weights, trains nothing',
+             '       swift-speedup plugin                                    path of the file for swift --external_plugins',
              '', 'options:']
     for option in option_fields():
         lines.append(f'  {flag_name(option.name)} VALUE   {option.metadata["help"]} Allowed: {option.metadata["allowed"]}.')
+    lines += ['', 'options of plan:', *(f'  {name} {text}' for name, text in PLAN_OPTIONS.items())]
     return '\n'.join(lines)
 
 
@@ -50,6 +56,19 @@ def _train(command: str, argv: list[str]) -> int:
     from swift.cli.main import cli_main  # slow to import: only when there is something to run
     sys.argv = ['swift-speedup', command, *argv]
     cli_main(route_mapping={name: f'swift_speedup.cli.run.swift_speedup_{name}' for name in _TRAINING})
+    return 0
+
+
+def _plan(argv: list[str]) -> int:
+    command = argv[0] if argv and argv[0] in _TRAINING else 'sft'
+    flags = argv[1:] if argv and argv[0] in _TRAINING else argv
+    if not flags:
+        raise ConfigError('plan needs the flags of the training that is planned, such as --model and --dataset')
+    SpeedupConfig.from_named(dict(_frozen_flags(flags)), flag_name)
+    check_plan_options(flags)
+    from swift.cli.main import cli_main
+    sys.argv = ['swift-speedup', 'plan', *flags, '--plan_command', command]
+    cli_main(route_mapping={'plan': 'swift_speedup.cli.run.swift_speedup_plan'})
     return 0
 
 

@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.util
 import runpy
+from collections.abc import Callable
 from typing import Any, Optional
 
 from ..api import attach
@@ -32,6 +33,11 @@ def install(config: Optional[SpeedupConfig] = None) -> None:
     ``None``: options come from the environment, read when the model is there, because ``--model_kwargs`` sets variables after
     plugins are imported. Calling it again replaces the options. Raises ``HostError`` for an ms-swift without the hook point.
     """
+    hook(lambda trainer, model: _attach_to(trainer, SpeedupConfig.from_env() if config is None else config))
+
+
+def hook(prepared: Callable[[Any, Any], None]) -> None:
+    """Call ``prepared(trainer, base model)`` when an ms-swift trainer has its model ready to train; replaces an earlier hook."""
     try:
         mixin = importlib.import_module('swift.trainers.mixin').SwiftMixin
         method = mixin._prepare_gradient_checkpointing
@@ -42,7 +48,7 @@ def install(config: Optional[SpeedupConfig] = None) -> None:
     @functools.wraps(original)
     def prepare(trainer: Any, model: Any) -> None:
         original(trainer, model)
-        _attach_to(trainer, SpeedupConfig.from_env() if config is None else config)
+        prepared(trainer, model)
 
     setattr(prepare, _HOOKED, original)
     mixin._prepare_gradient_checkpointing = prepare
@@ -66,10 +72,15 @@ def _attach_to(trainer: Any, config: SpeedupConfig) -> None:
 
 def run_command(command: str) -> None:
     """Run ``swift <command>`` in this process with the plugin's flags added to its own. ``sys.argv`` holds the flags."""
-    class_name, *modules = _PIPELINES[command]
-    pipeline = getattr(_first_importable(modules), class_name)
-    pipeline.args_class = _with_flags(pipeline.args_class)
+    pipeline = pipeline_of(command)
+    pipeline.args_class = with_flags(pipeline.args_class, install)
     runpy.run_path(importlib.util.find_spec(f'swift.cli.{command}').origin, run_name='__main__')
+
+
+def pipeline_of(command: str) -> type:
+    """The class whose ``main`` is ``swift <command>``."""
+    class_name, *modules = _PIPELINES[command]
+    return getattr(_first_importable(modules), class_name)
 
 
 def _first_importable(modules: list[str]) -> Any:
@@ -82,17 +93,21 @@ def _first_importable(modules: list[str]) -> Any:
     raise HostError(f'the installed ms-swift has none of {", ".join(modules)}; versions 3.12.6 to 4.6.0 are supported')
 
 
-def _with_flags(arguments: type) -> type:
-    """A subclass of the host's argument class with one text field per option; they are parsed where all options are."""
+def with_flags(arguments: type, use: Callable[[SpeedupConfig], None]) -> type:
+    """A subclass of the host's argument class with one text field per option; ``use`` gets them, parsed where all options are."""
 
     def __post_init__(self):
         given = {option.name: getattr(self, FLAG_PREFIX + option.name) for option in option_fields()}
-        install(SpeedupConfig.from_named({name: value for name, value in given.items() if value is not None}, flag_name))
+        use(SpeedupConfig.from_named({name: value for name, value in given.items() if value is not None}, flag_name))
         arguments.__post_init__(self)
 
     fields = [(FLAG_PREFIX + option.name, Optional[str], dataclasses.field(
         default=None, metadata={'help': option.metadata['help']})) for option in option_fields()]
-    extended = dataclasses.make_dataclass(
-        arguments.__name__, fields, bases=(arguments,), namespace={'__post_init__': __post_init__})
+    return subclass(arguments, fields, __post_init__)
+
+
+def subclass(arguments: type, fields: list, post_init: Callable[[Any], None]) -> type:
+    """A dataclass that passes for the host's own."""
+    extended = dataclasses.make_dataclass(arguments.__name__, fields, bases=(arguments,), namespace={'__post_init__': post_init})
     extended.__module__ = arguments.__module__
     return extended

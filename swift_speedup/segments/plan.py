@@ -90,8 +90,9 @@ def render(plan: Plan, stats: Optional[Stats] = None, prediction: Optional[Predi
 
 
 def _flops_table(prediction: Prediction) -> Table:
-    table = Table(Column('part of a step', overflow='fold'), Column('GFLOP', justify='right'), Column('share f', justify='right'),
-                  Column('stock / this', justify='right'), title=f'swift_speedup: predicted from FLOPs over {prediction.batches} batches')
+    table = Table(Column('part of a step', overflow='fold'),
+                  *(Column(name, justify='right') for name in ('GFLOP', 'share f', 'stock / this')),
+                  title=f'swift_speedup: predicted from FLOPs over {prediction.batches} batches')
 
     def add(name: str, flops: int, gain: Optional[float]) -> None:
         share = flops / prediction.stock if prediction.stock else 0.0
