@@ -1,4 +1,5 @@
 """What the frontier has to know about gradient checkpointing: is it on here, how to run past it, who does it by hand."""
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -78,7 +79,12 @@ def _switched_on(module: nn.Module) -> bool:
 def _checkpoints_by_hand(module: nn.Module) -> bool:
     if isinstance(module, GradientCheckpointingLayer) or _HOST_WRAPPED in module.__dict__:
         return False
-    return any(_CHECKPOINT_CALL.search(source) for source in _own_sources(original_class(module)))
+    return _calls_checkpoint(original_class(module))
+
+
+@functools.cache  # reading sources takes long, and a model has few classes
+def _calls_checkpoint(cls: type) -> bool:
+    return any(_CHECKPOINT_CALL.search(source) for source in _own_sources(cls))
 
 
 def _own_sources(cls: type) -> Iterator[str]:

@@ -71,9 +71,9 @@ def segments_of(root: nn.Module, trace: Trace) -> list[Segment]:
     groups: dict[tuple[str, str], list[Unit]] = {}
     facts = _Facts(root, trace)
     for place, unit in enumerate(trace.units):
-        if has_weights(unit.module):
+        if _multiplies(unit.module):
             groups.setdefault(facts.group(place), []).append(unit)
-    return [segment for key, group in groups.items() if (segment := facts.describe(*key, group)) is not None]
+    return [facts.describe(*key, group) for key, group in groups.items()]
 
 
 class _Facts:
@@ -96,16 +96,14 @@ class _Facts:
             if self._holds_stack(unit):
                 return 'text encoder', unit.path
             stack = next((stack.path for stack in self._stacks if unit.path.startswith(f'{stack.path}.')), None)
-            return ('prefix', stack) if stack is not None else ('embeddings', '')
+            return ('prefix', stack) if stack is not None else ('part', '')
         if encoder is not None:
             return 'partial tower', encoder
         if unit.media or unit.sources:
             return 'media', str(min(self._first(place)))
         return 'part', unit.path.rpartition('.')[0]
 
-    def describe(self, kind: str, where: str, group: list[Unit]) -> Optional[Segment]:
-        if kind == 'embeddings':  # alone they are a lookup: nothing to gain
-            return None
+    def describe(self, kind: str, where: str, group: list[Unit]) -> Segment:
         if kind == 'partial tower':
             return _segment(kind, f'{where}: {_ranges(unit.path[len(where) + 1:] for unit in group)}', group)
         if kind == 'media':
@@ -120,6 +118,13 @@ class _Facts:
 
     def _holds_stack(self, unit: Unit) -> bool:
         return any(stack.path == unit.path or stack.path.startswith(f'{unit.path}.') for stack in self._stacks)
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether there is work to save: embeddings are lookups, norms cost next to nothing, of a bare layer autograd keeps nothing."""
+    weights = (parameter for part in module.modules() if not isinstance(part, nn.Embedding)
+               for parameter in part.parameters(recurse=False))
+    return next(module.children(), None) is not None and any(weight.dim() > 1 for weight in weights)
 
 
 def _segment(kind: str, path: str, group: list[Unit]) -> Segment:

@@ -95,3 +95,9 @@ def jobs(inputs, tmp_path_factory):
         return Job(status, (folder / 'log').read_text(encoding='utf-8'), folder)
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(planned, pool.map(start, planned)))
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:  # they share the finished runs
+        if item.path.parent == PYTHON_DOOR.parent:
+            item.add_marker(pytest.mark.xdist_group('hosts'))

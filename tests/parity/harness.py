@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 CHECKPOINTING = ('off', 'reentrant', 'non-reentrant')
 
@@ -80,11 +82,11 @@ def assert_same(plain: Run, fast: Run) -> None:
 
 
 @contextmanager
-def saved_bytes(module: nn.Module) -> Iterator[list[int]]:
-    """Bytes that autograd saves for backward while ``module`` runs; one element per tensor."""
+def saved_bytes(*modules: nn.Module) -> Iterator[list[int]]:
+    """Bytes that autograd saves for backward while one of ``modules`` runs; one element per tensor."""
     inside, sizes = [], []
-    enter = module.register_forward_pre_hook(lambda *_: inside.append(1))
-    leave = module.register_forward_hook(lambda *_: inside.pop() and None)
+    handles = [handle for module in modules for handle in (
+        module.register_forward_pre_hook(lambda *_: inside.append(1)), module.register_forward_hook(lambda *_: inside.pop() and None))]
 
     def pack(tensor):
         if inside:
@@ -94,8 +96,7 @@ def saved_bytes(module: nn.Module) -> Iterator[list[int]]:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield sizes
     finally:
-        enter.remove()
-        leave.remove()
+        _remove(handles)
 
 
 @contextmanager
@@ -107,3 +108,53 @@ def counted(module: nn.Module) -> Iterator[list[int]]:
         yield runs
     finally:
         handle.remove()
+
+
+@dataclasses.dataclass
+class Forwards:
+    """Runs of each of some modules: all of them, and those outside of backward, where checkpointing runs layers again."""
+
+    everywhere: list[int]
+    in_forward: list[int]
+
+
+@contextmanager
+def counted_forwards(modules: Sequence[nn.Module]) -> Iterator[Forwards]:
+    runs = Forwards([0] * len(modules), [0] * len(modules))
+
+    def count(number):
+        runs.everywhere[number] += 1
+        runs.in_forward[number] += not in_backward()
+    handles = [module.register_forward_pre_hook(lambda *_, number=number: count(number)) for number, module in enumerate(modules)]
+    try:
+        yield runs
+    finally:
+        _remove(handles)
+
+
+def _remove(handles: Sequence) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class backward_flops(TorchDispatchMode):
+    """FLOPs of operations in the backward pass: ``anywhere``, and ``inside``, with a weight that only ``modules`` own."""
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        super().__init__()
+        self.anywhere = self.inside = 0
+        self._weights = {parameter.untyped_storage().data_ptr() for module in modules for parameter in module.parameters()
+                         if parameter.dim() > 1 and not isinstance(module, nn.Embedding)}  # a tied head is another matter
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if in_backward() and func._overloadpacket in flop_registry:
+            flops = flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=output)
+            self.anywhere += flops
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            self.inside += flops * any(tensor.untyped_storage().data_ptr() in self._weights for tensor in tensors)
+        return output

@@ -1,88 +1,41 @@
 """Rule 3 on text models: frozen lower layers leave the graph, and what is trained above them trains as before."""
+import re
+
 import pytest
 import torch
 import transformers
-from parity.harness import CHECKPOINTING, assert_same, counted, lora, prepare, saved_bytes, train, twins
+from parity.families import TEXT_CONFIGS, text_batches
+from parity.harness import CHECKPOINTING, assert_same, counted, lora, prepare, train, twins
+from peft import LoraConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from swift_speedup import FrontierError, MyModel
 
-SHAPE = dict(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=64)
-CONFIGS = {
-    'llama': transformers.LlamaConfig(**SHAPE),
-    'qwen2-tied': transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True),
-    'qwen3': transformers.Qwen3Config(**SHAPE, head_dim=8),
-    'mixtral': transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
-    'gpt2': transformers.GPT2Config(vocab_size=128, n_embd=32, n_layer=6, n_head=4, n_positions=64),
-}
 
-
-def build(name, seed=0):
-    torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name])
-
-
-def layers_of(model):
-    return model.transformer.h if hasattr(model, 'transformer') else model.model.layers
-
-
-def embeddings_of(model):
-    return [m for m in model.modules() if isinstance(m, nn.Embedding)]
+def build(name):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(TEXT_CONFIGS[name])
 
 
 def data(steps=3):
-    generator = torch.Generator().manual_seed(1)
-    batches = []
-    for _ in range(steps):
-        ids = torch.randint(3, 128, (2, 10), generator=generator)
-        mask = torch.ones_like(ids)
-        mask[1, 7:] = 0
-        batches.append({'input_ids': ids, 'attention_mask': mask, 'labels': torch.where(mask == 1, ids, -100)})
-    return batches
+    return text_batches(steps, vocabulary=128)
 
 
 def freeze(model, layers=4):
-    for module in (*embeddings_of(model), *layers_of(model)[:layers]):
+    for module in (model.model.embed_tokens, *model.model.layers[:layers]):
         module.requires_grad_(False)
     return model
-
-
-@pytest.mark.parametrize('checkpointing', CHECKPOINTING)
-@pytest.mark.parametrize('name', CONFIGS)
-def test_frozen_lower_layers(name, checkpointing):
-    plain, fast = twins(freeze(build(name)))
-    expected = train(prepare(plain, checkpointing), data())
-    MyModel(prepare(fast, checkpointing))
-    frozen = layers_of(fast)[1]
-    with saved_bytes(frozen) as sizes, counted(frozen) as runs, counted(layers_of(fast)[5]) as trained_runs:
-        found = train(fast, data())
-    assert_same(expected, found)
-    assert sizes == [] and len(runs) == 3  # once per step, not again in the backward pass
-    assert len(trained_runs) == (3 if checkpointing == 'off' else 6)
-
-
-@pytest.mark.parametrize('checkpointing', CHECKPOINTING)
-@pytest.mark.parametrize(('targets', 'runs_per_step'), [(r'layers\.[45]\.', 1), (r'layers\.', None)])
-def test_adapters_on_the_upper_layers_or_everywhere(targets, runs_per_step, checkpointing):
-    plain, fast = twins(lora(build('llama'), targets))
-    expected = train(prepare(plain, checkpointing), data())
-    MyModel(prepare(fast, checkpointing))
-    with counted(fast.get_base_model().model.layers[1]) as runs:
-        assert_same(expected, train(fast, data()))
-    again = 1 if checkpointing == 'off' else 2
-    assert len(runs) == 3 * (runs_per_step or again)
 
 
 @pytest.mark.parametrize('checkpointing', CHECKPOINTING)
 def test_a_frozen_layer_between_trained_ones_is_left_as_it_is(checkpointing):
     plain, fast = twins(build('llama'))
     for model in (plain, fast):
-        layers_of(model)[2].requires_grad_(False)
+        model.model.layers[2].requires_grad_(False)
     expected = train(prepare(plain, checkpointing), data())
     MyModel(prepare(fast, checkpointing))
-    with counted(layers_of(fast)[2]) as runs:
+    with counted(fast.model.layers[2]) as runs:
         assert_same(expected, train(fast, data()))
     assert len(runs) == (3 if checkpointing == 'off' else 6)
 
@@ -102,7 +55,7 @@ def test_freezing_changes_between_steps_are_followed_at_once():
     def thaw(model):
         def on_step(step):
             model.requires_grad_(False)
-            for layer in layers_of(model)[5 - step:]:
+            for layer in model.model.layers[5 - step:]:
                 layer.requires_grad_(True)
         return on_step
     plain, fast = twins(build('llama'))
@@ -130,7 +83,7 @@ def test_switching_checkpointing_off_and_on_again_changes_nothing():
         model.gradient_checkpointing_disable()
         model.gradient_checkpointing_enable({'use_reentrant': True})
     expected = train(plain, data())
-    with counted(layers_of(fast)[0]) as runs:
+    with counted(fast.model.layers[0]) as runs:
         assert_same(expected, train(fast, data()))
     assert len(runs) == 3
 
@@ -256,3 +209,72 @@ def test_evaluation_and_generation_are_the_plain_models():
     assert torch.equal(fast.generate(ids, max_new_tokens=5), plain.generate(ids, max_new_tokens=5))
     wanted, hidden = (model(ids, output_hidden_states=True).hidden_states for model in (plain, fast))
     assert len(hidden) == 7 and all(torch.equal(one, other) for one, other in zip(hidden, wanted))
+
+
+def adapted(targets=r'layers\.[45]\.'):
+    """Two adapters on the upper layers; the second also reaches one layer further down."""
+    model = lora(build('llama'), targets)
+    model.add_adapter('wider', LoraConfig(r=2, target_modules=[
+        name.removeprefix('base_model.model.').replace('.base_layer', '') for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and re.search(r'layers\.[345]\..*(q_proj|v_proj)(\.base_layer)?$', name)]))
+    for name, parameter in model.named_parameters():
+        if 'lora_B.wider' in name:
+            nn.init.normal_(parameter, std=0.02)
+    model.set_adapter('default')
+    return model
+
+
+def test_the_adapter_that_is_active_decides_from_the_next_step_on():
+    def switch(model):
+        def on_step(step):
+            model.set_adapter('wider' if step in (1, 2) else 'default')
+        return on_step
+    plain, fast = twins(adapted())
+    for model in (plain, fast):
+        model.train()
+    expected = train(prepare(plain, 'reentrant'), data(4), on_step=switch(plain))
+    MyModel(prepare(fast, 'reentrant'))
+    layers = fast.get_base_model().model.layers
+    with counted(layers[2]) as below, counted(layers[3]) as between:
+        assert_same(expected, train(fast, data(4), on_step=switch(fast)))
+    assert len(below) == 4 and len(between) == 6  # layer 3 runs again in backward while it holds the active adapter
+
+
+def test_reference_passes_with_adapters_off_and_merged_weights_are_those_of_the_plain_model():
+    def passes(model):
+        batch = {name: value for name, value in data(1)[0].items() if name != 'labels'}
+        answers = []
+        for _ in range(2):
+            with torch.no_grad(), model.disable_adapter():
+                answers.append(model(**batch).logits)
+            model.merge_adapter()
+            with torch.no_grad():
+                answers.append(model(**batch).logits)
+            model.unmerge_adapter()
+            answers.append(train(model, data(1)).losses)
+        return answers
+    plain, fast = twins(adapted())
+    expected = passes(prepare(plain, 'reentrant'))
+    found = passes(MyModel(prepare(fast, 'reentrant')))
+    assert all(torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other for one, other in zip(expected, found))
+
+
+def test_a_frozen_layer_in_eval_mode_above_a_trained_one_keeps_its_mode_and_its_checkpointing():
+    plain, fast = twins(build('llama'))
+    for model in (plain, fast):
+        model.requires_grad_(False)
+        model.model.layers[0].requires_grad_(True)
+        prepare(model, 'reentrant')
+        model.model.layers[1].eval()
+    expected = train(plain, data())
+    assert_same(expected, train(MyModel(fast), data()))
+    assert not fast.model.layers[1].training and fast.model.layers[2].training
+
+
+def test_a_compiled_model_trains_the_same():
+    plain, fast = twins(freeze(build('llama')))
+    expected = train(plain.train(), data())
+    MyModel(fast.train())
+    compiled = torch.compile(fast, backend='eager')
+    found = train(compiled, data())
+    assert found.losses == expected.losses

@@ -1,17 +1,15 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: same training, bit for bit, while the tower runs once per image."""
-import re
 
 import pytest
 import torch
+from parity.families import IMAGES, SMALL_VOCABULARY
 from parity.harness import CHECKPOINTING, assert_same, counted, lora, prepare, saved_bytes, train, twins
 from toys import models
 from toys.models import Sample, lookup
 
 from swift_speedup import MyModel
 
-IMAGES = ((1, 4, 4), (1, 4, 8), (1, 8, 4))
 FAMILIES = ('qwen2_vl', 'qwen2_5_vl', 'qwen3_vl')
-SMALL_VOCABULARY = 600
 
 
 def make_batch(family, samples, seed):
@@ -159,44 +157,3 @@ def test_evaluation_in_autocast_and_training_outside_do_not_share():
             wanted, answer = (tower_of(model, 'qwen2_vl')(pixels, grid_thw=grid).pooler_output for model in (plain, fast))
         assert answer.dtype == wanted.dtype and torch.equal(answer, wanted)
     assert fast.speedup.stats.hits == 1
-
-
-TUNINGS = {
-    'merger-only': lambda model: _only(model, r'visual\.merger'),
-    'aligner, deepstack included': lambda model: _only(model, r'visual\.(deepstack_)?merger'),
-    'adapters in the last block': lambda model: lora(model, r'visual\.blocks\.1\..*(qkv|fc1|gate_proj|linear_fc1)'),
-    'adapters everywhere': lambda model: lora(model, r'.'),
-    'upper half of the language model': lambda model: _only(model, r'language_model\.layers\.[12]\.'),
-}
-
-
-def _only(model, pattern):
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(re.search(pattern, name) is not None)
-    return model
-
-
-@pytest.mark.parametrize('autocast', (False, True), ids=('fp32', 'bf16-autocast'))
-@pytest.mark.parametrize('checkpointing', CHECKPOINTING)
-@pytest.mark.parametrize('tuning', TUNINGS)
-@pytest.mark.parametrize('family', FAMILIES)
-def test_frontiers_inside_the_tower_and_the_language_model(family, tuning, checkpointing, autocast):
-    plain, fast = twins(TUNINGS[tuning](models.build(family, vocabulary=SMALL_VOCABULARY)))
-    data = batches(family)[:3]
-    # Alone, reentrant checkpointing leaves every adapter in Qwen3-VL's tower without a gradient (peft issue 2880): the leaf rule
-    # trains them, so the run without checkpointing says what is right.
-    untrained_alone = family == 'qwen3_vl' and tuning.startswith('adapters') and checkpointing == 'reentrant'
-    with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
-        expected = train(prepare(plain, 'off' if untrained_alone else checkpointing), data)
-        MyModel(prepare(fast, checkpointing))
-        block = tower_of(fast, family).blocks[0]
-        with counted(block) as runs, saved_bytes(block) as sizes:
-            found = train(fast, data)
-    if untrained_alone and autocast:  # bf16 rounds otherwise with checkpointing than without
-        assert [step.keys() for step in found.gradients] == [step.keys() for step in expected.gradients]
-    else:
-        assert_same(expected, found)
-    assert any(gradient.abs().max() > 0 for gradient in found.gradients[0].values())
-    if tuning != 'adapters everywhere':  # the first block is below every frontier: run once per call, nothing saved
-        calls = 4 + fast.speedup.stats.checks  # the third batch calls the tower for its images and for its video
-        assert len(runs) == calls and sizes == []
