@@ -18,17 +18,18 @@ _INDEXED = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defaul
 class ShapesOnly(TorchDispatchMode):
     """Runs code whose weights are on the meta device while what it computes from token ids and grids stays real.
 
-    Sequence lengths, masks and ``tolist()`` on a grid need values; hidden states do not. Whatever is asked to be on the meta device and
-    depends on no meta tensor is computed on the CPU instead; where the two meet, the real one gives up its values. Whole numbers
+    Sequence lengths, masks and ``tolist()`` on a grid need values; hidden states do not. Whole numbers that are asked to be on the meta
+    device and depend on no meta tensor are on the CPU instead; where the two meet, the real one gives up its values. Whole numbers
     that do depend on hidden states (the experts that a router chose) become zeros: right in number, not in value.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if not any(tensor.is_meta for tensor in _tensors((args, kwargs))):
-            if kwargs.get('device') is not None and torch.device(kwargs['device']) == _META:
-                kwargs['device'] = _CPU
-            return func(*args, **kwargs)
+            if kwargs.get('device') is None or torch.device(kwargs['device']) != _META:
+                return func(*args, **kwargs)
+            made = func(*args, **{**kwargs, 'device': _CPU})
+            return made.to(_META) if made.is_floating_point() else made
         if func in _INDEXED:
             args = (args[0], [place for index in args[1] for place in _as_positions(index)], *args[2:])
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(_META), (args, kwargs))

@@ -41,7 +41,8 @@ def token_embeddings(root: nn.Module) -> set[nn.Module]:
     Only ``nn.Embedding``: a vision model's ``get_input_embeddings`` answers with its patch convolution.
     """
     found = {input_embeddings(module) for module in root.modules()}
-    weights = {id(module.weight) for module in found if isinstance(module, nn.Embedding)}
+    # peft puts a wrapper with a trained copy in the place of an embedding that it saves.
+    weights = {id(part.weight) for module in found - {None} for part in module.modules() if isinstance(part, nn.Embedding)}
     return {module for module in root.modules() if isinstance(module, nn.Embedding) and id(module.weight) in weights}
 
 

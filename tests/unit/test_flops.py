@@ -6,6 +6,7 @@ import torch
 from parity import families, tunings
 from parity.harness import CHECKPOINTING, prepare
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from swift_speedup import MyModel
@@ -27,7 +28,7 @@ def test_counts_equal_those_of_real_steps(family, checkpointing):
     if family == 'mixtral':
         model.config._experts_implementation = 'eager'  # torch counts no grouped products
     shapes = copy.deepcopy(model).to('meta')
-    with FlopCounterMode(display=False) as real:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as real:  # torch counts no fused CPU attention
         steps_of(model, case.batches)()
     assert count_steps(shapes, steps_of(shapes, case.batches), {}).total == real.get_total_flops()
 
@@ -42,10 +43,10 @@ def test_prediction_equals_what_is_really_run(family):
     steps = steps_of(shapes, case.batches)
     stock = count_steps(shapes, steps, {})
     plan, prediction = MyModel(shapes).speedup.predict(stock, steps, len(case.batches))
-    with FlopCounterMode(display=False) as real:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as real:  # torch counts no fused CPU attention
         steps_of(MyModel(model, cache='off', dedup=False), case.batches)()
     assert prediction.skipped == real.get_total_flops() < prediction.stock == stock.total
-    segments = {segment.path: segment for segment in plan.segments}
+    segments = {segment.path: segment for segment in plan.segments if segment.graph_skipped}
     assert set(prediction.forward) == set(segments) and all(flops > 0 for flops in prediction.forward.values())
     assert all('meta' not in (segment.reason or '') for segment in plan.segments)
     if family.startswith('qwen'):
@@ -62,7 +63,7 @@ def test_a_linear_layer_by_hand():
 def test_ids_masks_and_grids_stay_real_and_hidden_states_do_not():
     weight = torch.empty(10, 4, device='meta')
     with ShapesOnly():
-        ids = torch.tensor([1, 2, 3], device='meta')
+        ids = torch.tensor([1, 2, 3]).to('meta')
         hidden = nn.functional.embedding(ids, weight)
         picked = hidden[ids > 1]
         assert ids.tolist() == [1, 2, 3] and hidden.is_meta and picked.shape == (2, 4)

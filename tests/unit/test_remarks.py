@@ -36,14 +36,14 @@ def test_a_frozen_layer_above_a_trained_one():
     assert 'layers 0, 3 are frozen, but 3 lie above a layer that is trained' in remark and 'write' not in remark
 
 
-@pytest.mark.parametrize('ratio', [0.5, 0.52])
+@pytest.mark.parametrize('ratio', [0.3, 0.52])
 def test_a_ratio_that_ends_inside_a_layer(ratio):
     from swift.utils.transformers_utils import freeze_parameters
     model = llama()
     freeze_parameters(model, ratio, [])
-    (remark,) = freezing_remarks(model)
+    remarks = freezing_remarks(model)
     cut = next(i for i, layer in enumerate(model.model.layers) if len({p.requires_grad for p in layer.parameters()}) == 2)
-    assert f'model.layers.{cut} is frozen in part' in remark and 'freeze_parameters_ratio' in remark
+    assert any(f'model.layers.{cut} is frozen in part' in remark and 'freeze_parameters_ratio' in remark for remark in remarks)
 
 
 def test_adapters_in_the_first_layer():
@@ -76,7 +76,7 @@ def test_embeddings_that_are_saved_with_the_adapters():
 def test_remarks_are_in_the_line_at_attach_and_in_the_report():
     case = families.build('llama')
     model = MyModel(prepare(tunings.adapters_everywhere(case), 'off'))
-    assert 'no frozen prefix' in model.speedup.plan.line() and 'no frozen prefix' in model.speedup.report()
+    assert 'no frozen prefix' in model.speedup.plan.line() and 'no frozen prefix' in ' '.join(model.speedup.report().split())
 
 
 def test_a_model_in_which_nothing_is_trained():
