@@ -75,6 +75,9 @@ _TINY_TEXT = _text(3, 32, 4, 2, 64)
 FAMILIES = {
     'qwen2_vl': Family('Qwen2VLConfig', 'Qwen2VLForConditionalGeneration', {
         'tiny': Size(_TINY_TEXT | _mrope(1, 1, 2), dict(depth=2, embed_dim=32, hidden_size=32, num_heads=2, mlp_ratio=2)),
+        # Most weights lie in the language model's layers, so that a share of all weights can end inside one.
+        'wide': Size(_text(3, 32, 4, 2, 16384) | _mrope(1, 1, 2),
+                     dict(depth=2, embed_dim=32, hidden_size=32, num_heads=2, mlp_ratio=2)),
         'small': Size(_text(9, 512, 8, 2, 2944) | _mrope(8, 12, 12),
                       dict(depth=10, embed_dim=416, hidden_size=512, num_heads=8, mlp_ratio=4)),
         '2b': Size(_text(28, 1536, 12, 2, 8960) | _mrope(16, 24, 24),
