@@ -134,6 +134,7 @@ def jobs(inputs, tmp_path_factory):
         return dict(zip(planned, pool.map(start, planned)))
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     for item in items:  # they share the finished runs
         if item.path.parent == PYTHON_DOOR.parent:
