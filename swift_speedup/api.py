@@ -1,8 +1,7 @@
 """``MyModel`` and the ``.speedup`` handle: the one place that calls the stages in order."""
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Optional
+from typing import Any
 
 from torch import nn
 
@@ -11,14 +10,12 @@ from .errors import AttachError
 from .graph.frontier import Frontier
 from .graph.swap import ClassSwap, is_swapped, original_class, root_handle, swappable
 from .log import ensure_visible, logger
-from .memo.fingerprint import Fingerprint
-from .memo.memo import Memo
-from .segments import planner, state
-from .segments.detect import Tower, modules_to_swap, packed_towers
+from .memo.deferred import settled
+from .segments import detect, planner
 from .segments.entries import METHODS
 from .segments.flops import Prediction, StepFlops, count_steps
-from .segments.gate import Gate, active_randomness, static_refusal
 from .segments.plan import Plan, render
+from .segments.reuse import Reuse
 from .segments.trace import Trace, Tracer
 from .stats import Stats
 from .store import NullStore, RamStore, Store
@@ -64,13 +61,6 @@ def attach(model: nn.Module, config: SpeedupConfig) -> nn.Module:
     return model
 
 
-@dataclasses.dataclass
-class _Reused:
-    tower: Tower
-    gate: Gate
-    memo: Memo
-
-
 class Speedup:
     """The handle of one attachment, ``model.speedup``."""
 
@@ -81,14 +71,12 @@ class Speedup:
         names = {module: path for path, module in model.named_modules()}
         self._tracer = Tracer(names, self._on_trace)
         self._frontier = Frontier(model, names, self._tracer)
-        self._reused = {(tower.module, tower.entry): self._make_reused(tower) for tower in packed_towers(model)}
-        if config.cache != 'off' or config.dedup or config.eval:
-            self._frontier.reused = frozenset(self._reused)
-        self._frontier.evaluate = self._evaluate
+        self._reuse = Reuse(names, config, self.stats, self._store, detect.reusable_kinds(model))
+        self._frontier.evaluate, self._frontier.settle, self._frontier.entering = self._reuse.evaluate, settled, self._reuse.entering
         self._swap = ClassSwap(self._frontier.call, model, self, METHODS)
-        self._swap.apply(modules_to_swap(model))
+        self._swap.apply(detect.modules_to_swap(model))
         ensure_visible()
-        if config.eval and self._reused:
+        if config.eval and detect.expected_towers(model):
             logger.warning('eval=true: frozen segments run in eval mode, which changes training where they have dropout or the like')
         logger.info('attached to %s: %s', original_class(model).__qualname__, self.plan.line())
 
@@ -98,7 +86,7 @@ class Speedup:
 
         Before the first training forward segments are what the module tree lets expect, afterwards what was really executed.
         """
-        return self._plan(self._refusal)
+        return self._plan(self._reuse.refusal)
 
     def predict(self, stock: StepFlops, steps: Callable[[], Any], batches: int) -> tuple[Plan, Prediction]:
         """The plan as it will be once there are weights, and what FLOPs say about it.
@@ -107,7 +95,7 @@ class Speedup:
         what ``segments.flops.count_steps`` found for them before the plugin was attached.
         """
         count_steps(self._swap.root, steps, {})  # traces
-        plan = self._plan(self._expected_refusal)
+        plan = self._plan(self._reuse.expected_refusal)
         modules = {path: module for path, module in self._swap.root.named_modules()}
         watched = {path: modules[path] for segment in plan.segments if segment.graph_skipped for path in segment.modules}
         counted = count_steps(self._swap.root, steps, watched)
@@ -118,7 +106,8 @@ class Speedup:
 
     def _plan(self, refusal: planner.Refusal) -> Plan:
         left_alone = [path or '(root)' for path in self._frontier.manual.active()]
-        return planner.make_plan(self._swap.root, self._tracer.trace, refusal, left_alone)
+        plan = planner.make_plan(self._swap.root, self._tracer.trace, refusal, left_alone)
+        return dataclasses.replace(plan, remarks=(*plan.remarks, *self._reuse.remarks()))
 
     def report(self) -> str:
         """Plan and counters as a table; printed as well as returned."""
@@ -136,39 +125,6 @@ class Speedup:
         self._swap.undo()
         self.clear()
         return self._swap.root
-
-    def _make_reused(self, tower: Tower) -> _Reused:
-        module = tower.module
-        gate = Gate(tower.path, module)
-        fingerprint = Fingerprint(lambda: state.settings(module), lambda: state.tensors(module))
-        return _Reused(tower, gate, Memo(tower.path or '(root)', tower.signature, fingerprint, gate, self._store, self.stats,
-                                         self.config.dedup))
-
-    def _evaluate(self, module: nn.Module, entry: str, run: Callable, args: tuple, kwargs: dict) -> Any:
-        with self._mode_of(module):
-            return self._reused[module, entry].memo.evaluate(run, args, kwargs, state.mode(module))
-
-    def _mode_of(self, module: nn.Module) -> AbstractContextManager[None]:
-        """The mode in which a frozen segment is evaluated."""
-        return state.in_eval_mode(module) if self.config.eval else nullcontext()
-
-    def _refusal(self, module: nn.Module, path: str) -> Optional[str]:
-        """Why the outputs of a frozen module are not reused now; ``None``: they are."""
-        if self.config.cache == 'off':
-            return 'cache=off'
-        with self._mode_of(module):
-            reused = next((reused for (other, _), reused in self._reused.items() if other is module), None)
-            if reused is None:
-                return static_refusal(path, module) or planner.NO_MEMO
-            return reused.gate.refusal(state.mode(module)) or reused.memo.bypass_reason
-
-    def _expected_refusal(self, module: nn.Module, path: str) -> Optional[str]:
-        """As :meth:`_refusal`, for a model whose weights are not loaded: what only running it can show is taken to be well."""
-        if self.config.cache == 'off':
-            return 'cache=off'
-        with self._mode_of(module):
-            known = any(other is module for other, _ in self._reused)
-            return active_randomness(path, module) or (None if known else planner.NO_MEMO)
 
     def _on_trace(self, trace: Trace) -> None:
         for warning in planner.unentered_towers(self._swap.root, trace):

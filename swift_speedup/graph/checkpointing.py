@@ -27,15 +27,25 @@ def is_active(module: nn.Module) -> bool:
 
 def call_plainly(module: nn.Module, original: Callable, args: tuple, kwargs: dict) -> Any:
     """Call ``module`` outside its checkpoint; hooks run, and the layer sees the arguments checkpointing would have left it."""
-    if (original is not GradientCheckpointingLayer.__call__ or not is_active(module)
-            or _HOST_WRAPPED in module.__dict__):
+    if not _checkpoints_itself(module, original):
         return original(module, *args, **kwargs)
+    return nn.Module.__call__(module, *args, **plain_kwargs(module, original, kwargs))
+
+
+def plain_kwargs(module: nn.Module, original: Callable, kwargs: dict) -> dict:
+    """The keyword arguments as checkpointing would leave them: without caches of keys and values."""
+    if not _checkpoints_itself(module, original):
+        return kwargs
     kwargs = dict(kwargs)
     if kwargs.get('use_cache'):
         kwargs['use_cache'] = False
     if not getattr(module, '_can_checkpoint_with_cache', False):
         kwargs.update({name: None for name in _CACHE_NAMES if name in kwargs})
-    return nn.Module.__call__(module, *args, **kwargs)
+    return kwargs
+
+
+def _checkpoints_itself(module: nn.Module, original: Callable) -> bool:
+    return original is GradientCheckpointingLayer.__call__ and is_active(module) and _HOST_WRAPPED not in module.__dict__
 
 
 def with_leaf(args: tuple) -> tuple[tuple, Any]:

@@ -47,15 +47,17 @@ class _Pass(threading.local):
 class Frontier:
     """Call handler for swapped modules.
 
-    ``names`` maps modules to their paths. ``reused`` holds the modules and entries whose evaluation may be replaced;
-    ``evaluate(module, entry, run, args, kwargs)`` does so, ``run(args, kwargs)`` being the real call. ``observer`` watches the
-    first training forward and those that follow a change of what is frozen.
+    ``names`` maps modules to their paths. ``evaluate(module, entry, run, args, kwargs)`` answers for outermost frozen modules, and
+    for those inside them that it runs; ``run(args, kwargs)`` is the real call, now or later. ``settle`` makes real what ``evaluate``
+    may have answered with. ``entering`` is told of calls of modules that are trained. ``observer`` watches the first training forward
+    and those that follow a change of what is frozen.
     """
 
     def __init__(self, root: nn.Module, names: Mapping[nn.Module, str], observer: Optional[Observer] = None):
         self._root = root
-        self.reused: frozenset[tuple[nn.Module, str]] = frozenset()
         self.evaluate: Optional[Evaluate] = None
+        self.settle: Callable[[Any], Any] = lambda value: value
+        self.entering: Callable[[nn.Module, tuple, dict], None] = lambda module, args, kwargs: None
         self.manual = checkpointing.ManualCheckpoints(root)
         self._names = names
         self._leaf_check = LeafCheck()
@@ -93,6 +95,8 @@ class Frontier:
                 output = self._apply_rules(module, entry, original, args, kwargs)
         finally:
             state.depth, state.observer = 0, None
+        if is_root:
+            output = self.settle(output)
         if training and is_root:
             if self._observer is not None:
                 self._observing = self._observer.wanted(state.frozen)
@@ -105,7 +109,7 @@ class Frontier:
         if module in state.untouchable:
             return original(module, *args, **kwargs)
         if not torch.is_grad_enabled():
-            if (module, entry) in self.reused and is_frozen(module, state.frozen):
+            if self.evaluate is not None and is_frozen(module, state.frozen):
                 return self._evaluate(module, entry, original, args, kwargs)
             return original(module, *args, **kwargs)
         if is_frozen(module, state.frozen):
@@ -114,8 +118,12 @@ class Frontier:
             if state.observer is not None:
                 state.observer.passed(module)
             return original(module, *args, **kwargs)
-        if entry == CALL and checkpointing.is_active(module) and not carries_grad(args) and not carries_grad(kwargs):
-            output = self._run_with_leaf(module, original, args, kwargs)
+        self.entering(module, args, kwargs)
+        if entry == CALL and checkpointing.is_active(module):
+            args, kwargs = self.settle(args), self.settle(kwargs)  # outside the checkpoint
+            plain = carries_grad(args) or carries_grad(kwargs)
+            output = (original(module, *args, **kwargs) if plain else
+                      self._run_with_leaf(module, original, args, kwargs))
         else:
             output = original(module, *args, **kwargs)
         if state.observer is not None:
@@ -140,7 +148,7 @@ class Frontier:
 
     def _run_inside_frozen(self, module: nn.Module, entry: str, original: Callable, args: tuple, kwargs: dict) -> Any:
         """``module`` is frozen, or lies inside a module that is; grad is off."""
-        if (module, entry) in self.reused:
+        if self.evaluate is not None:
             return self._evaluate(module, entry, original, args, kwargs)
         return checkpointing.call_plainly(module, original, args, kwargs)
 
@@ -152,8 +160,16 @@ class Frontier:
         return output
 
     def _evaluate(self, module: nn.Module, entry: str, original: Callable, args: tuple, kwargs: dict) -> Any:
+        kwargs = checkpointing.plain_kwargs(module, original, kwargs)
+
         def run(run_args: tuple, run_kwargs: dict) -> Any:
-            return checkpointing.call_plainly(module, original, run_args, run_kwargs)
+            state, outer = self._pass, self._pass.inside_frozen
+            state.inside_frozen = True
+            try:
+                with torch.no_grad():
+                    return checkpointing.call_plainly(module, original, run_args, run_kwargs)
+            finally:
+                state.inside_frozen = outer
         return self.evaluate(module, entry, run, args, kwargs)
 
     def _keep_backward_possible(self, output: Any) -> Any:

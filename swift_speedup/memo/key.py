@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import xxhash
 
-FORMAT_VERSION = 1  # raise it when the meaning of a key or an entry changes
+FORMAT_VERSION = 2  # raise it when the meaning of a key or an entry changes
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
 
 
@@ -54,19 +54,23 @@ def plain(value: Any) -> str:
     raise NotKeyable(f'an argument of type {type(value).__module__}.{type(value).__qualname__}')
 
 
-def call_prefix(fingerprint: bytes, convention: str, context: Mapping[str, Any], mode: bytes, device_type: str) -> bytes:
+def call_prefix(fingerprint: bytes, convention: str, context: str, mode: bytes, device_type: str) -> bytes:
     """What all samples of a call share: weights and settings, non-tensor arguments, train/eval mode, autocast, format version."""
-    digest = Digest().add('format', str(FORMAT_VERSION)).add('fingerprint', fingerprint).add('convention', convention)
-    for name in sorted(context):
-        digest.add(name, plain(context[name]))
     autocast = torch.is_autocast_enabled(device_type)
-    return (digest.add('mode', mode).add('device', device_type)
+    return (Digest().add('format', str(FORMAT_VERSION)).add('fingerprint', fingerprint).add('convention', convention)
+            .add('context', context).add('mode', mode).add('device', device_type)
             .add('autocast', str(torch.get_autocast_dtype(device_type)) if autocast else 'off').value())
 
 
-def sample_key(prefix: bytes, tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """16 bytes for one sample: the call's prefix and name, dtype, shape and bytes of each tensor that belongs to the sample."""
+def content(piece: torch.Tensor | bytes) -> bytes:
+    """16 bytes: dtype, shape and bytes of a tensor; bytes stand for themselves."""
+    digest = Digest()
+    return (digest.add('bytes', piece) if isinstance(piece, bytes) else digest.add_tensor('tensor', piece)).value()
+
+
+def sample_key(prefix: bytes, contents: Mapping[str, bytes]) -> bytes:
+    """16 bytes for one sample: the call's prefix and, by name, the contents of what belongs to the sample."""
     digest = Digest().add('prefix', prefix)
-    for name in sorted(tensors):
-        digest.add_tensor(name, tensors[name])
+    for name in sorted(contents):
+        digest.add(name, contents[name])
     return digest.value()

@@ -1,10 +1,12 @@
-"""The hot path: keys -> hits | compute what is missing -> put -> one output, as the segment itself would have answered."""
-import dataclasses
-import inspect
+"""The hot path: frozen calls are noted down; where an output is used, keys -> hits | compute what is missing -> put -> one tensor.
+
+Knows calls, values and entries; knows no modules and no storage.
+"""
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Optional, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Optional
 
 import torch
 
@@ -12,221 +14,293 @@ from ..log import warn_once
 from ..stats import Stats
 from ..store import Entry, Store
 from ..trees import UnknownStructure, flatten, rebuild
-from .fingerprint import Fingerprint
-from .key import NotKeyable, call_prefix, sample_key
-from .split import Call, NotSplittable, PackedGrid
-
-Run = Callable[[tuple, dict], Any]
+from .arguments import Arguments, NotSplittable
+from .chain import Call, Leaf, Run, Step, Value
+from .deferred import Deferred
+from .key import NotKeyable
+from .layout import Single
+from .split import layout_of
 
 # Kernels may order sums by the shape of the batch; a sample alone must equal its rows in the batch within this share of the
 # largest value.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
-class Purity(Protocol):
-    """Whether a segment may be reused (Rule 4), by train/eval mode."""
-
-    def refusal(self, mode: bytes) -> Optional[str]: ...
-    def verified(self, mode: bytes) -> bool: ...
-    def confirm(self, mode: bytes) -> None: ...
-    def forbid(self, mode: bytes, reason: str) -> None: ...
-    def observe(self, mode: bytes) -> AbstractContextManager[None]: ...
-    def preserved(self) -> AbstractContextManager[None]: ...
-
-
-@dataclasses.dataclass
-class _Lookup:
-    """``source[i]`` is the sample computed in place of sample ``i``, for those without an entry."""
-
-    batch: PackedGrid
-    keys: list[bytes]
-    entries: list[Optional[Entry]]
-    source: dict[int, int]
-
-    @property
-    def computed(self) -> list[int]:
-        return sorted(set(self.source.values()))
+class _Thread(threading.local):
+    busy = False  # a step is really running: nothing inside it is looked up
+    checking = False  # and that only proves something
+    error: Optional[BaseException] = None  # raised by a step itself
 
 
 class Memo:
-    """Reuse of one segment per sample. ``name`` is its path, ``signature`` that of its class's ``forward`` without ``self``."""
+    """Reuse of all segments of one attachment."""
 
-    def __init__(self, name: str, signature: inspect.Signature, fingerprint: Fingerprint, purity: Purity, store: Store,
-                 stats: Stats, dedup: bool):
-        self.name = name
-        self.bypass_reason: Optional[str] = None
-        self._signature = signature
-        self._fingerprint = fingerprint
-        self._purity = purity
+    def __init__(self, store: Store, stats: Stats, dedup: bool):
         self._store = store
         self._stats = stats
         self._dedup = dedup
-        self._seconds_per_row: Optional[float] = None
+        self._thread = _Thread()
+        self._outputs: dict[tuple, tuple] = {}  # (form, size of a sample) -> structure and specs of a call's outputs
+        self._verified: set[tuple] = set()  # trails of values of which a sample alone equals its part of the batch
+        self._refused: set[tuple] = set()
+        self._rates: dict[tuple, float] = {}  # seconds per unit of work that computing a value took
 
-    def evaluate(self, run: Run, args: tuple, kwargs: dict, mode: bytes) -> Any:
-        """The output of ``run(args, kwargs)``, evaluating only what has no entry yet. ``mode`` names the train/eval state."""
-        refusal = self._purity.refusal(mode)
-        lookup = None
-        if refusal is None:
-            started = time.perf_counter()
-            try:
-                lookup = self._look_up(args, kwargs, mode)
-            except (NotSplittable, NotKeyable) as reason:
-                refusal = str(reason)
-            except Exception as trouble:  # Rule 7: any cache trouble is a miss
-                refusal = self._trouble(trouble)
-            self._stats.lookup_seconds += time.perf_counter() - started
-        if lookup is None:
-            self._stats.bypassed += 1
-            self.bypass_reason = refusal
+    def evaluate(self, step: Step, run: Run, args: tuple, kwargs: dict, mode: bytes) -> Any:
+        """The output of ``run(args, kwargs)``; its tensors are computed, or looked up, when they are used.
+
+        ``mode`` names the train/eval state.
+        """
+        if self._thread.busy:
             return run(args, kwargs)
-        self.bypass_reason = None
-        if not lookup.source:
-            return self._serve(lookup, run, args, kwargs)
-        if self._purity.verified(mode):
-            return self._compute_missing(lookup, run, mode)
-        return self._compute_first(lookup, run, mode)
-
-    def _look_up(self, args: tuple, kwargs: dict, mode: bytes) -> _Lookup:
-        batch = PackedGrid.of(Call(self._signature, args, kwargs))
-        samples = batch.samples()
-        device_type = samples[0][batch.patches_name].device.type
-        prefix = call_prefix(self._fingerprint.current(), type(batch).__name__, batch.context, mode, device_type)
-        keys = [sample_key(prefix, sample) for sample in samples]
-        entries = [self._store.get(key) for key in keys]
-        source: dict[int, int] = {}
-        first: dict[bytes, int] = {}
-        for index, key in enumerate(keys):
-            if entries[index] is None:
-                source[index] = first.setdefault(key, index) if self._dedup else index
-        return _Lookup(batch, keys, entries, source)
-
-    def _serve(self, lookup: _Lookup, run: Run, args: tuple, kwargs: dict) -> Any:
         started = time.perf_counter()
+        promised = call = None
         try:
-            output = self._assemble(lookup, {})
-        except Exception as trouble:
-            self._trouble(trouble)
-            return self._timed(run, args, kwargs, sum(lookup.batch.rows))
-        elapsed = time.perf_counter() - started
-        self._stats.lookup_seconds += elapsed
-        self._count(lookup)
-        return output
+            call = self._note(step, run, args, kwargs, mode)
+            promised = call and self._promise(call)
+        except (NotSplittable, NotKeyable, UnknownStructure) as reason:
+            step.refused, call = str(reason), None
+        except Exception as trouble:  # Rule 7: any cache trouble is a miss
+            self._raise_if_own(trouble)
+            step.refused, call = self._trouble(step, trouble), None
+        self._stats.lookup_seconds += time.perf_counter() - started
+        if call is None:
+            self._stats.bypassed += 1
+            return run(args, kwargs)
+        step.refused = None
+        return promised if promised is not None else self._run_first(call)
 
-    def _compute_missing(self, lookup: _Lookup, run: Run, mode: bytes) -> Any:
-        computed = lookup.computed
-        args, kwargs = lookup.batch.subset(computed)
-        with self._purity.observe(mode):
-            output = self._timed(run, args, kwargs, sum(lookup.batch.rows[index] for index in computed))
-        self._count(lookup)
-        refusal = self._purity.refusal(mode)
-        whole = len(computed) == len(lookup.keys)
-        if refusal is None:
-            try:
-                parts = self._keep(lookup, computed, output)
-                return output if whole else self._assemble(lookup, parts)
-            except (NotSplittable, UnknownStructure) as reason:
-                self._purity.forbid(mode, str(reason))
-            except Exception as trouble:
-                self._trouble(trouble)
-        # What was served so far came from a pure segment; this call did not, so it is answered by one real run of the whole call.
-        return output if whole else run(lookup.batch.call.args, lookup.batch.call.kwargs)
+    def _note(self, step: Step, run: Run, args: tuple, kwargs: dict, mode: bytes) -> Optional[Call]:
+        step.refused = step.purity.refusal(mode)
+        if step.refused is not None:
+            return None
+        arguments = Arguments.of(step.signature, args, kwargs)
+        parents = {place: tensor.value for place, tensor in enumerate(arguments.tensors) if isinstance(tensor, Deferred)}
+        layouts = {id(value.layout): value.layout for value in parents.values()}
+        if len(layouts) == 1:
+            return Call(step, run, arguments, *layouts.values(), parents, mode, self._execute)
+        if step.kind == 'follower':
+            raise NotSplittable('its inputs belong to different batches')
+        if parents:
+            tensors = [tensor.value.real() if isinstance(tensor, Deferred) else tensor for tensor in arguments.tensors]
+            arguments = Arguments.of(step.signature, *arguments.with_tensors(tensors))
+        try:
+            layout = layout_of(arguments, 'whole' if step.whole else step.kind, step.causal, step.packing())
+        except NotSplittable:
+            if step.kind != 'media' or not arguments.tensors:
+                raise
+            layout = Single()
+        return Call(step, run, arguments, layout, {}, mode, self._execute)
 
-    def _compute_first(self, lookup: _Lookup, run: Run, mode: bytes) -> Any:
-        """The first computation in a mode: the whole call as it came, so that nothing changes if the segment proves impure."""
-        batch = lookup.batch
-        everything = list(range(len(batch.rows)))
-        with self._purity.observe(mode):
-            output = self._timed(run, batch.call.args, batch.call.kwargs, sum(batch.rows))
-        lookup.source = {index: index for index in everything}
-        lookup.entries = [None] * len(everything)
-        self._count(lookup)
-        if self._purity.refusal(mode) is not None:
+    def _promise(self, call: Call) -> Any:
+        """Outputs without running anything; ``None`` when their shapes are not known or nothing is proved yet."""
+        if not call.step.purity.verified(call.mode):
+            return None
+        outputs = {self._outputs.get((call.form, size)) for size in call.layout.distinct()}
+        return self._answer(call, *outputs.pop()) if len(outputs) == 1 and None not in outputs else None
+
+    def _answer(self, call: Call, structure: Any, leaves: Sequence[tuple]) -> Any:
+        return rebuild(structure, [Deferred(Leaf(call, number, *leaf, self._settle)) for number, leaf in enumerate(leaves)])
+
+    def _run_first(self, call: Call) -> Any:
+        """The whole call as it came, so that nothing changes if the segment proves impure."""
+        step, mode = call.step, call.mode
+        output = call.run_whole()
+        if step.purity.refusal(mode) is not None:
             return output
         try:
-            self._check_alone(lookup, run, output, mode)
-            if self._purity.refusal(mode) is None:
-                self._keep(lookup, everything, output)
-                self._purity.confirm(mode)
+            structure, leaves = flatten(output)
+            specs = tuple((call.layout.spec(leaf), leaf.dtype, leaf.device) for leaf in leaves)
         except (NotSplittable, UnknownStructure) as reason:
-            self._purity.forbid(mode, str(reason))
+            self._refuse(call, str(reason))
+            return output
+        call.outputs = leaves
+        self._outputs.update({(call.form, size): (structure, specs) for size in call.layout.distinct()})
+        return self._answer(call, structure, specs)
+
+    def _settle(self, value: Value) -> torch.Tensor:
+        """The real tensor behind ``value``."""
+        if value.trail in self._refused or any(call.step.purity.refusal(call.mode) for call in value.call.calls()):
+            return value.known_or_computed()
+        try:
+            if value.trail not in self._verified:
+                return self._verify(value)
+            whole = value.whole()
+            if whole is None:
+                return self._look_up(value)
+            self._keep(value, dict(enumerate(value.layout.cut(value.spec, whole, range(len(value.layout))))))
+            return whole
+        except NotSplittable as reason:
+            self._refuse(value.call, str(reason), value)
+        except Exception as trouble:
+            self._raise_if_own(trouble)
+            self._trouble(value.call.step, trouble)
+        return value.known_or_computed()
+
+    def _verify(self, value: Value) -> torch.Tensor:
+        """The first use of a value: its smallest sample, evaluated once more and alone, must come out as in the batch."""
+        real = value.known_or_computed()
+        call, layout = value.call, value.layout
+        try:
+            parts = layout.cut(value.spec, real, range(len(layout)))
+            with self._checking(call):
+                refusal = self._difference(value, parts)
+        except NotSplittable as reason:
+            refusal = str(reason)
         except Exception as trouble:  # a check that cannot be made is not tried again at every step
-            self._purity.forbid(mode, self._trouble(trouble))
-        return output
+            call.step.purity.forbid(call.mode, self._trouble(call.step, trouble))
+            return real
+        refusal = next((found for found in (each.step.purity.refusal(each.mode) for each in call.calls()) if found), refusal)
+        if refusal is not None:
+            self._refuse(call, refusal, value)
+            return real
+        self._verified.add(value.trail)
+        for each in call.calls():
+            each.step.purity.confirm(each.mode)
+        self._keep(value, dict(enumerate(parts)))
+        return real
 
-    def _check_alone(self, lookup: _Lookup, run: Run, output: Any, mode: bytes) -> None:
-        """Evaluate the smallest sample once more and alone: it must come out as its rows in the batch did."""
-        batch = lookup.batch
-        chosen = min(range(len(batch.rows)), key=batch.rows.__getitem__)
-        structure, leaves = flatten(output)
-        expected = [batch.split_leaf(leaf, range(len(batch.rows)))[chosen] for leaf in leaves]
-        self._stats.checks += 1
-        with self._purity.preserved(), self._purity.observe(mode):
-            structure_alone, alone = flatten(run(*batch.subset([chosen])))
-        if structure_alone != structure:
-            self._purity.forbid(mode, 'a sample evaluated alone gives an output of another structure than a batch')
-        for number, (found, wanted) in enumerate(zip(alone, expected)):
-            if not _close(found, wanted):
-                self._purity.forbid(mode, f'output {number} of a sample evaluated again and alone differs from its rows in the batch')
+    def _difference(self, value: Value, parts: Sequence[torch.Tensor]) -> Optional[str]:
+        layout = value.layout
+        chosen = min(range(len(layout)), key=layout.sizes.__getitem__)
+        alone = [chosen] if len(set(value.keys)) > 1 or isinstance(layout, Single) else [chosen, chosen]
+        indices = layout.closure(alone) if len(set(alone)) == len(alone) else alone
+        found = layout.cut(value.spec, value.rows(indices), indices)[indices.index(chosen)]
+        return None if close(found, parts[chosen]) else (
+            f'output {value.text} of a sample evaluated again and alone differs from its rows in the batch')
 
-    def _keep(self, lookup: _Lookup, computed: Sequence[int], output: Any) -> dict[int, Entry]:
-        """Put the computed samples; returns their parts of ``output`` (views), by sample."""
-        structure, leaves = flatten(output)
-        columns = [lookup.batch.split_leaf(leaf, computed) for leaf in leaves]
-        parts = {index: Entry(structure, tuple(column[place] for column in columns)) for place, index in enumerate(computed)}
+    def _look_up(self, value: Value) -> torch.Tensor:
+        started, computing = time.perf_counter(), self._stats.frozen_seconds
+        parts, source = self._stored(value)
+        missing = sorted(set(source.values()))
+        if len(missing) == len(value.layout):  # nothing to put together, and padding stays as it was computed
+            real = value.known_or_computed()
+            self._keep(value, dict(enumerate(value.layout.cut(value.spec, real, missing))))
+            return real
+        if missing:
+            parts.update(value.parts(missing))
+            self._keep(value, {index: parts[index] for index in missing})
+        device = value.device
+        ordered = [parts[source.get(index, index)].to(device, non_blocking=True) for index in range(len(value.layout))]
+        real = value.layout.join(value.spec, ordered)
+        if tuple(real.shape) != value.shape or real.dtype != value.dtype:
+            raise NotSplittable(f'parts make up {real.dtype} {tuple(real.shape)}, expected {value.dtype} {value.shape}')
+        self._count(value, source)
+        self._stats.lookup_seconds += time.perf_counter() - started - (self._stats.frozen_seconds - computing)
+        return real
+
+    def _stored(self, value: Value) -> tuple[dict[int, torch.Tensor], dict[int, int]]:
+        """Stored parts by sample, and for each other sample the one to compute in its place."""
+        parts: dict[int, torch.Tensor] = {}
+        source: dict[int, int] = {}
+        first: dict[bytes, int] = {}
+        for index, key in enumerate(value.keys):
+            entry = self._get(value, key)
+            if entry is not None:
+                parts[index] = entry.tensor
+            else:
+                source[index] = first.setdefault(key, index) if self._dedup else index
+        return parts, source
+
+    def _get(self, value: Value, key: bytes) -> Optional[Entry]:
+        try:
+            return self._store.get(key)
+        except Exception as trouble:
+            self._trouble(value.call.step, trouble)
+            return None
+
+    def _keep(self, value: Value, parts: Mapping[int, torch.Tensor]) -> None:
+        if not self._store.keeps:
+            return
+        self._rates[value.trail] = sum(call.seconds for call in value.call.calls())
         try:
             for index, part in parts.items():
-                self._store.put(lookup.keys[index], _owned(part))
+                self._store.put(value.keys[index], Entry(_owned(part)))
         except Exception as trouble:
-            self._trouble(trouble)
-        self._count_store()
-        return parts
-
-    def _assemble(self, lookup: _Lookup, parts: dict[int, Entry]) -> Any:
-        entries = [entry if entry is not None else parts[lookup.source[index]] for index, entry in enumerate(lookup.entries)]
-        structure = entries[0].structure
-        if any(entry.structure != structure for entry in entries):
-            raise ValueError('samples of one call have outputs of different structure')
-        device = lookup.batch.call.values[lookup.batch.patches_name].device
-        return rebuild(structure, [
-            torch.cat([leaf.to(device, non_blocking=True) for leaf in column]) for column in zip(*(entry.leaves for entry in entries))])
-
-    def _timed(self, run: Run, args: tuple, kwargs: dict, rows: int) -> Any:
-        started = time.perf_counter()
-        output = run(args, kwargs)
-        elapsed = time.perf_counter() - started
-        self._stats.frozen_calls += 1
-        self._stats.frozen_seconds += elapsed
-        self._seconds_per_row = elapsed / rows
-        return output
-
-    def _count(self, lookup: _Lookup) -> None:
-        stats, rows = self._stats, lookup.batch.rows
-        stats.hits += len(rows) - len(lookup.source)
-        stats.misses += len(lookup.computed)
-        stats.deduplicated += len(lookup.source) - len(lookup.computed)
-        computed = set(lookup.computed)
-        if self._seconds_per_row is not None:
-            stats.saved_seconds += self._seconds_per_row * sum(count for index, count in enumerate(rows) if index not in computed)
-
-    def _count_store(self) -> None:
+            self._trouble(value.call.step, trouble)
         stats, store = self._stats, self._store
         stats.stored_samples, stats.stored_bytes, stats.evicted = len(store), store.nbytes, store.evicted
 
-    def _trouble(self, trouble: Exception) -> str:
+    def _execute(self, call: Call, indices: Sequence[int], args: tuple, kwargs: dict) -> Any:
+        """Really run a call with some of its samples."""
+        thread, outer = self._thread, self._thread.busy
+        started = time.perf_counter()
+        thread.busy = True
+        try:
+            with torch.no_grad(), call.autocast.again(), call.step.purity.observe(call.mode):
+                output = call.run(args, kwargs)
+        except Exception as error:
+            thread.error = error
+            raise
+        finally:
+            thread.busy = outer
+        elapsed = time.perf_counter() - started
+        if call.root is call and thread.checking:
+            self._stats.checks += 1
+        elif not thread.checking:
+            self._stats.frozen_calls += call.root is call
+            self._stats.frozen_seconds += elapsed
+            call.seconds = elapsed / max(1, sum(call.layout.sizes[index] for index in indices))
+            if call.root is call:
+                self._mark(call, dict.fromkeys(indices, 'misses'))
+        return output
+
+    @contextmanager
+    def _checking(self, call: Call) -> Iterator[None]:
+        self._thread.checking = True
+        try:
+            with call.step.purity.preserved():
+                yield
+        finally:
+            self._thread.checking = False
+
+    def _count(self, value: Value, source: Mapping[int, int]) -> None:
+        root, sizes = value.call.root, value.layout.sizes
+        self._mark(root, {index: 'hits' if index not in source else 'deduplicated' for index in range(len(sizes))
+                          if source.get(index) != index})
+        saved = sum(size for index, size in enumerate(sizes) if source.get(index) != index)
+        self._stats.saved_seconds += self._rates.get(value.trail, 0.0) * saved
+
+    def _mark(self, root: Call, outcomes: Mapping[int, str]) -> None:
+        """What became of the samples of a call: a sample computed for one output and found for another is a miss."""
+        for index, outcome in outcomes.items():
+            before = root.outcome[index]
+            if before is None or (outcome == 'misses' and before != 'misses'):
+                root.outcome[index] = outcome
+                setattr(self._stats, outcome, getattr(self._stats, outcome) + 1)
+                if before is not None:
+                    setattr(self._stats, before, getattr(self._stats, before) - 1)
+
+    def _refuse(self, call: Call, reason: str, value: Optional[Value] = None) -> None:
+        """Outputs of ``call`` cannot be taken apart: the whole call is one sample from now on, or it is not reused at all."""
+        if value is not None:
+            self._refused.add(value.trail)
+        step = call.step
+        if call.root is call and step.kind == 'media' and not step.whole and step.purity.refusal(call.mode) is None:
+            step.whole, step.note = True, reason
+        else:
+            step.purity.forbid(call.mode, reason)
+
+    def _raise_if_own(self, error: Exception) -> None:
+        """The segment's own errors pass through."""
+        if error is self._thread.error:
+            self._thread.error = None
+            raise error
+
+    def _trouble(self, step: Step, trouble: Exception) -> str:
         self._stats.errors += 1
         reason = f'cache trouble: {type(trouble).__name__}: {trouble}'
-        warn_once(f'{self.name}: {reason}; computing instead')
+        warn_once(f'{step.name}: {reason}; computing instead')
         return reason
 
 
-def _owned(part: Entry) -> Entry:
-    """Copies that share no storage with the batch they came from, on the CPU."""
-    return Entry(part.structure, tuple(
-        leaf.detach().to('cpu', copy=True, memory_format=torch.contiguous_format) for leaf in part.leaves))
+def _owned(part: torch.Tensor) -> torch.Tensor:
+    """A copy that shares no storage with the batch it came from, on the CPU, that can be trained on."""
+    with torch.inference_mode(False), torch.no_grad():
+        return part.detach().to('cpu', copy=True, memory_format=torch.contiguous_format)
 
 
-def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Equal within the noise that batch composition makes."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return False
     if not found.is_floating_point():

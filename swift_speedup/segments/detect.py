@@ -1,13 +1,12 @@
 """Model and trace -> segments: frozen callables below the frontier that are run, skipped and reused as one."""
 import dataclasses
-import inspect
 import re
 from collections.abc import Iterable
 from typing import Optional
 
 from torch import nn
 
-from ..graph.swap import CALL, is_traced, original_class, swappable
+from ..graph.swap import is_traced, original_class, swappable
 from .entries import GRID_NAMES
 from .structure import (
     find_encoders,
@@ -19,16 +18,6 @@ from .structure import (
     token_embeddings,
 )
 from .trace import Trace, Unit
-
-
-@dataclasses.dataclass(frozen=True)
-class Tower:
-    """A tower that is called with packed patches and one grid row per image or video: the memo knows how to reuse it."""
-
-    path: str
-    module: nn.Module
-    entry: str
-    signature: inspect.Signature  # of the entry, without ``self``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,25 +34,36 @@ class Segment:
     impure: Optional[str] = None  # seen while it ran
 
 
-def packed_towers(root: nn.Module) -> list[Tower]:
+def packed_towers(root: nn.Module) -> dict[nn.Module, str]:
     """The outermost modules whose forward takes a grid; names and ``model_arch`` tables are not trusted."""
-    towers: list[Tower] = []
+    towers: dict[nn.Module, str] = {}
     for path, module in root.named_modules():
-        if any(path.startswith(f'{tower.path}.') or not tower.path for tower in towers) or is_traced(module):
+        if any(path.startswith(f'{tower}.') or not tower for tower in towers.values()) or is_traced(module):
             continue
-        signature = forward_signature(module)
-        if any(name in signature.parameters for name in GRID_NAMES):
-            towers.append(Tower(path, module, CALL, signature))
+        if any(name in forward_signature(module).parameters for name in GRID_NAMES):
+            towers[module] = path
     return towers
 
 
 def expected_towers(root: nn.Module) -> dict[nn.Module, str]:
     """Towers as far as the module tree tells."""
-    found = {tower.module: tower.path for tower in packed_towers(root)}
+    found = packed_towers(root)
     for module, path in find_towers(root).items():
         if not any(path == other or path.startswith(f'{other}.') for other in found.values()):
             found[module] = path
     return found
+
+
+def reusable_kinds(root: nn.Module) -> dict[nn.Module, str]:
+    """The modules whose outputs may be looked up from their inputs alone, and how their calls are taken apart; see ``memo.chain.Step``.
+
+    Layers of a stack are worth it one by one where only some of the stack are frozen.
+    """
+    towers = expected_towers(root)
+    kinds = {layer: 'tokens' for stack in find_stacks(root) for layer in stack.layers if has_weights(layer)}
+    kinds |= {part: 'block' for tower in towers for part in tower.modules() if part in kinds}
+    kinds |= dict.fromkeys(find_encoders(root), 'tokens')
+    return kinds | dict.fromkeys(towers, 'media')
 
 
 def segments_of(root: nn.Module, trace: Trace) -> list[Segment]:

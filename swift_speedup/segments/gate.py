@@ -14,7 +14,7 @@ from . import state
 
 
 class Gate:
-    """Purity of one segment by train/eval mode; see ``memo.memo.Purity``."""
+    """Purity of one segment by train/eval mode; see ``memo.chain.Purity``."""
 
     def __init__(self, path: str, module: nn.Module):
         self._path = path
@@ -26,7 +26,9 @@ class Gate:
         """Why the segment may not be reused in this mode now, ``None`` if it may."""
         if mode in self._forbidden:
             return self._forbidden[mode]
-        return static_refusal(self._path, self._module) if mode not in self._verified else None
+        if mode in self._verified or mode != state.mode(self._module):  # the latter: asked later, when the module is in another mode
+            return None
+        return static_refusal(self._path, self._module)
 
     def verified(self, mode: bytes) -> bool:
         return mode in self._verified

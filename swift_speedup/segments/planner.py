@@ -46,17 +46,11 @@ def unentered_towers(root: nn.Module, trace: Trace) -> Iterator[str]:
                    'swift_speedup/segments/entries.py')
 
 
-_NOT_REUSED = {
-    'tower': 'its calls are not packed patches with a grid, the only form that can be taken apart into samples',
-    'tower + aligner': 'their calls are not packed patches with a grid, the only form that can be taken apart into samples',
-}
-
-
 def _row(segment: Segment, refusal: Refusal) -> SegmentPlan:
     reasons = [refusal(module, path) for module, path in zip(segment.modules, segment.paths)]
     reason = next((reason for reason in reasons if reason and reason is not NO_MEMO), segment.impure)
-    if reason is None and NO_MEMO in reasons:
-        reason = _NOT_REUSED.get(segment.kind, f'outputs of a {segment.kind} are not reused')
+    if reason is None and all(each is NO_MEMO for each in reasons):  # what feeds a reused part is cheap
+        reason = f'outputs of a {segment.kind} are not reused'
     return _plan_row(segment, True, True, reason)
 
 

@@ -9,9 +9,11 @@ from torch import nn
 
 from ..graph.swap import original_class
 from ..memo.key import Digest, NotKeyable, plain
+from . import capture
 
-_INPUT_GRAD_HOOK = 'make_inputs_require_grads'
-_NOT_NUMERIC = ('training', 'gradient_checkpointing', '_name_or_path', 'name_or_path')
+_HARMLESS_HOOKS = ('make_inputs_require_grads', capture.HOOK)
+_NOT_NUMERIC = ('training', 'gradient_checkpointing', '_name_or_path', 'name_or_path', 'problem_type', 'use_cache',
+                '_output_capturing_hooks_installed')
 
 
 def tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -55,8 +57,9 @@ def _describe(module: nn.Module) -> str:
             parts.append(f'config={_config(value)}')
         elif name in ('_forward_hooks', '_forward_pre_hooks'):
             # A set: ms-swift adds the same input-grad hook again at each switch of checkpointing, and no value depends on it.
+            # transformers adds hooks that collect outputs when they are first asked for.
             names = {_callable_name(hook) for hook in value.values()}
-            parts += sorted(name for name in names if not name.endswith(_INPUT_GRAD_HOOK))
+            parts += sorted(name for name in names if not name.endswith(_HARMLESS_HOOKS))
         elif not name.startswith('_') and name not in _NOT_NUMERIC:
             parts += _attribute(name, value)
     return ' '.join(parts)

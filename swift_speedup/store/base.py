@@ -5,24 +5,22 @@ from typing import Optional
 
 import torch
 
-from ..trees import Structure
-
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One sample's outputs. ``leaves`` own their storage, lie on the CPU and are never written to after ``put``."""
+    """One sample's part of one output. ``tensor`` owns its storage, lies on the CPU and is never written to after ``put``."""
 
-    structure: Structure
-    leaves: tuple[torch.Tensor, ...]
+    tensor: torch.Tensor
 
     @property
     def nbytes(self) -> int:
-        return sum(leaf.nbytes for leaf in self.leaves)
+        return self.tensor.nbytes
 
 
 class Store(abc.ABC):
     """A store may forget any entry at any time; it never answers with another one than was put under the key."""
 
+    keeps = True  # False: putting is of no use
     evicted = 0  # entries dropped to stay inside the budget
 
     @abc.abstractmethod
@@ -49,6 +47,8 @@ class Store(abc.ABC):
 
 class NullStore(Store):
     """Keeps nothing: ``cache="off"``."""
+
+    keeps = False
 
     def get(self, key: bytes) -> Optional[Entry]:
         return None

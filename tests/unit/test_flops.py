@@ -49,9 +49,8 @@ def test_prediction_equals_what_is_really_run(family):
     segments = {segment.path: segment for segment in plan.segments if segment.graph_skipped}
     assert set(prediction.forward) == set(segments) and all(flops > 0 for flops in prediction.forward.values())
     assert all('meta' not in (segment.reason or '') for segment in plan.segments)
-    if family.startswith('qwen'):
-        (tower,) = prediction.reused
-        assert segments[tower].cached and prediction.warm == prediction.skipped - prediction.forward[tower]
+    assert prediction.reused and all(segments[path].cached for path in prediction.reused)
+    assert prediction.warm == prediction.skipped - sum(prediction.forward[path] for path in prediction.reused)
 
 
 def test_a_linear_layer_by_hand():

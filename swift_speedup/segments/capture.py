@@ -1,0 +1,43 @@
+"""transformers' output capturing: ``output_hidden_states`` and the like are collected by hooks on layers while a model's forward runs.
+
+A layer that is looked up does not run, so its own hooks are told here; what hooks inside it would collect cannot be had without
+running it.
+"""
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+try:
+    from transformers.utils.output_capturing import _active_collector as _collector
+except ImportError:  # before transformers 5 models collect in their own loops
+    _collector = None
+
+HOOK = 'output_capturing_hook'
+_OF_LAYERS = {'hidden_states', '_hidden_states_layers'}
+
+
+def needs_insides() -> bool:
+    """Whether something is being collected that only running a layer yields: attention weights, router logits."""
+    return bool(_collector is not None and set(_collector.get() or ()) - _OF_LAYERS)
+
+
+def tell(module: nn.Module, args: tuple, output: Any) -> None:
+    """Hand an output that was not computed by running ``module`` to the hooks that collect outputs."""
+    for hook in module._forward_hooks.values():
+        if getattr(hook, '__name__', '') == HOOK:
+            hook(module, args, output)
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Nothing is collected inside: what runs there was told before."""
+    if _collector is None or not _collector.get():
+        yield
+        return
+    token = _collector.set(None)
+    try:
+        yield
+    finally:
+        _collector.reset(token)

@@ -1,0 +1,122 @@
+"""Modules and their frozen calls -> steps of the memo: which calls may be looked up, and why others may not."""
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Optional
+
+from torch import nn
+
+from ..config import SpeedupConfig
+from ..graph.swap import CALL
+from ..memo import split
+from ..memo.chain import Step
+from ..memo.deferred import Deferred
+from ..memo.fingerprint import Fingerprint
+from ..memo.memo import Memo
+from ..stats import Stats
+from ..store import Store
+from . import capture, state
+from .gate import Gate, active_randomness, static_refusal
+from .planner import NO_MEMO
+from .structure import method_signature
+
+
+class Reuse:
+    """``evaluate`` answers for the frontier. ``kinds`` says how the calls of modules are taken apart; see ``memo.chain.Step``."""
+
+    def __init__(self, names: Mapping[nn.Module, str], config: SpeedupConfig, stats: Stats, store: Store,
+                 kinds: Mapping[nn.Module, str]):
+        self._names = names
+        self._config = config
+        self._kinds = {module: kind for module, kind in kinds.items() if config.cache != 'off' or kind == 'media'}
+        self._active = config.cache != 'off' or config.dedup
+        self._memo = Memo(store, stats, config.dedup)
+        self._steps: dict[tuple[nn.Module, str], Step] = {}
+        self._packing: dict[str, Sequence[int]] = {}  # path of a tower -> rows of each image in its present call
+
+    def evaluate(self, module: nn.Module, entry: str, run: Callable, args: tuple, kwargs: dict) -> Any:
+        if module not in self._names:  # a replica of another thread
+            return run(args, kwargs)
+        following = any(isinstance(value, Deferred) for value in (*args, *kwargs.values()))
+        if module not in self._kinds and not following:
+            return run(args, kwargs)
+        with self._mode_of(module):
+            if not self._active:
+                return run(args, kwargs)
+            step = self._step(module, entry)
+            if step.kind != 'media' and capture.needs_insides():
+                step.refused = 'attention weights or router logits were asked for'
+                return run(args, kwargs)
+            now = _Now(run, partial(self._mode_of, module))
+            output = self._memo.evaluate(step, now.run, args, kwargs, state.mode(module))
+            now.over = True
+            if not now.ran:
+                capture.tell(module, args, output)
+            return output
+
+    def refusal(self, module: nn.Module, path: str) -> Optional[str]:
+        """Why the outputs of a frozen module are not reused now; ``None``: they are."""
+        if self._config.cache == 'off':
+            return 'cache=off'
+        with self._mode_of(module):
+            steps = [step for (other, _), step in self._steps.items() if other is module]
+            if not steps:
+                return static_refusal(path, module) or (None if module in self._kinds else NO_MEMO)
+            mode = state.mode(module)
+            return next((reason for step in steps for reason in (step.purity.refusal(mode), step.refused) if reason), None)
+
+    def expected_refusal(self, module: nn.Module, path: str) -> Optional[str]:
+        """As :meth:`refusal`, for a model whose weights are not loaded: what only running it can show is taken to be well."""
+        if self._config.cache == 'off':
+            return 'cache=off'
+        with self._mode_of(module):
+            return active_randomness(path, module)
+
+    def remarks(self) -> list[str]:
+        return [f'{step.name}: only whole calls that repeat are reused, because {step.note}' for step in self._steps.values()
+                if step.whole]
+
+    def _step(self, module: nn.Module, entry: str) -> Step:
+        step = self._steps.get((module, entry))
+        if step is None:
+            path = self._names[module] or '(root)'
+            name, method = (path, 'forward') if entry == CALL else (f'{path}.{entry}', entry)
+            step = self._steps[module, entry] = Step(
+                name, method_signature(module, method), Fingerprint(lambda: state.settings(module), lambda: state.tensors(module)),
+                Gate(path, module), self._kinds.get(module, 'follower'), _causal(module), partial(self._rows_of_images, path))
+        return step
+
+    def entering(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """A tower that is trained in part is called: its grid tells the blocks inside how many rows each image has."""
+        if self._kinds.get(module) == 'media':
+            self._packing[self._names[module]] = split.rows_of_images(method_signature(module, 'forward'), args, kwargs)
+
+    def _rows_of_images(self, path: str) -> Sequence[int]:
+        return next((rows for tower, rows in self._packing.items() if path.startswith(f'{tower}.')), ())
+
+    def _mode_of(self, module: nn.Module) -> AbstractContextManager[None]:
+        """The mode in which a frozen segment is evaluated."""
+        return state.in_eval_mode(module) if self._config.eval else nullcontext()
+
+
+class _Now:
+    """The real call of a module: as part of the model's forward, or later, when its output is needed."""
+
+    def __init__(self, run: Callable, mode: Callable[[], AbstractContextManager[None]]):
+        self.ran = False
+        self.over = False  # the model's forward has gone on
+        self._run = run
+        self._mode = mode
+
+    def run(self, args: tuple, kwargs: dict) -> Any:
+        if not self.over:
+            self.ran = True
+            return self._run(args, kwargs)
+        with self._mode(), capture.suspended():
+            return self._run(args, kwargs)
+
+
+def _causal(module: nn.Module) -> Optional[bool]:
+    """What the attention inside does when there is no mask."""
+    found = {part.is_causal for part in module.modules() if isinstance(getattr(part, 'is_causal', None), bool)}
+    return found.pop() if len(found) == 1 else None
