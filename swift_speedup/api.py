@@ -120,6 +120,10 @@ class Speedup:
         self._store.clear()
         self.stats.stored_samples = self.stats.stored_bytes = 0
 
+    def epoch_ended(self, first: bool) -> None:
+        """For hosts that know: samples that do not come back in a later epoch than the ``first`` are not kept any more (Rule 9)."""
+        self._reuse.epoch_ended(first)
+
     def remove(self) -> nn.Module:
         """Give every module its own class back and return the model; cached outputs are forgotten. Calling it again changes nothing."""
         self._swap.undo()

@@ -41,6 +41,13 @@ def _gib(value: Any) -> Optional[float]:
     return number
 
 
+def _share(value: Any) -> float:
+    number = float(value)
+    if isinstance(value, bool) or not 0 <= number <= 1:
+        raise ValueError(value)
+    return number
+
+
 def _flag(value: Any) -> bool:
     if isinstance(value, bool):
         return value
@@ -62,9 +69,14 @@ class SpeedupConfig:
     ram_gib: Optional[float] = _option(
         None, 'Memory budget of the cache in GiB for this process. Default: a quarter of the memory that is free at '
         'attach, divided by the number of local ranks.', 'a positive number of GiB, such as 8 or 0.5', _gib)
+    prefix: str = _option(
+        'auto', 'Whether the frozen lower layers of a text model are cached per token sequence: "auto" = where looking up is cheaper '
+        'than computing, "on" = always, "off" = never: only their graph is skipped.', 'auto, on or off', _choice('auto', 'on', 'off'))
+    audit: float = _option(
+        0.0, 'Share of the hits that are computed as well and compared; a difference ends the training with an error.',
+        'a number from 0 to 1', _share)
     dedup: bool = _option(
         True, 'Evaluate a sample that occurs several times in one batch only once.', 'true or false', _flag)
-
     eval: bool = _option(
         False, 'Run frozen segments in eval mode, so that those with dropout, drop path or batch statistics can be cached. '
         'This changes training.', 'true or false', _flag)

@@ -17,5 +17,9 @@ class FrontierError(SpeedupError, RuntimeError):
     """A module that must be trained would get no gradient; training on would be silently wrong."""
 
 
+class AuditError(SpeedupError, RuntimeError):
+    """A stored output is not what the module computes: training on would be silently wrong."""
+
+
 class HostError(SpeedupError, RuntimeError):
     """The installed ms-swift is missing, or is not one this version can hook into."""

@@ -12,6 +12,7 @@ class Stats:
     deduplicated: int = 0  # samples that repeat another sample of the same call
     frozen_calls: int = 0  # times a cached segment was really run
     checks: int = 0  # extra runs that proved a segment pure; not in frozen_calls
+    audited: int = 0  # hits that were computed as well and compared
     bypassed: int = 0  # calls of a frozen segment that could not be looked up (see the report for why)
     stored_samples: int = 0  # samples in the store now
     stored_bytes: int = 0  # bytes in the store now

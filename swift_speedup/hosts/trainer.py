@@ -1,4 +1,4 @@
-"""For any Hugging Face ``Trainer``: one line of numbers when training ends (Rule 11)."""
+"""For any Hugging Face ``Trainer``: what it knows about epochs, and one line of numbers when training ends (Rule 11)."""
 from typing import Any
 
 from transformers import TrainerCallback
@@ -12,6 +12,11 @@ class SummaryCallback(TrainerCallback):
 
     def __init__(self, handle: Speedup):
         self._handle = handle
+        self._epochs = 0  # that this process has seen: after a resume the cache may be empty
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._handle.epoch_ended(first=not self._epochs)
+        self._epochs += 1
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_local_process_zero:

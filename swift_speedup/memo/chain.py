@@ -9,6 +9,7 @@ import torch
 
 from ..trees import flatten
 from .arguments import Arguments, NotSplittable
+from .cost import Cost
 from .fingerprint import Fingerprint
 from .key import Digest, call_prefix, content, sample_key
 from .layout import Layout, Spec
@@ -26,6 +27,10 @@ class Purity(Protocol):
     def forbid(self, mode: bytes, reason: str) -> None: ...
     def observe(self, mode: bytes) -> Any: ...
     def preserved(self) -> Any: ...
+    def canonical(self, mode: bytes) -> bytes: ...  # a mode that gives the same values, or this one
+    def share(self, mode: bytes, other: bytes) -> None: ...
+    def modes(self) -> Sequence[bytes]: ...  # verified ones that stand for themselves
+    def switched(self, mode: bytes) -> Any: ...  # the module in that mode
 
 
 @dataclasses.dataclass
@@ -41,6 +46,7 @@ class Step:
     kind: str
     causal: Optional[bool] = None
     packing: Callable[[], Sequence[int]] = tuple
+    cost: Optional[Cost] = None  # None: never turned off
     whole: bool = False  # samples cannot be told apart: the whole call is one
     note: Optional[str] = None  # why so
     refused: Optional[str] = None  # why its last call was not looked up
@@ -79,6 +85,8 @@ class Call:
         self.root: Call = next(iter(parents.values())).call.root if parents else self
         self.outcome: list[Optional[str]] = [None] * len(layout) if self.root is self else []  # of each sample, for the counters
         self.seconds = 0.0  # of the last run, per unit of ``layout.sizes``
+        self.lookup_seconds = 0.0  # of the host, not yet told to ``step.cost``
+        self.recorded = False
         self._execute = execute
         self._parents = parents
         self._last: Optional[tuple[tuple[int, ...], list[torch.Tensor]]] = None
@@ -88,8 +96,8 @@ class Call:
         self.prefix = call_prefix(step.fingerprint.current(), layout.convention, text, mode, self.device.type)
         self.trail = (step.name, mode, layout.convention, *(value.trail for value in parents.values()))
         # What the shapes of outputs depend on beside the sizes of the samples.
-        self.form = (self.prefix, tuple(layout.form(name, tensor) for place, (name, tensor) in enumerate(self._named())
-                                        if place not in parents))
+        forms = [layout.form(name, tensor) for place, (name, tensor) in enumerate(self._named()) if place not in parents]
+        self.form = (self.prefix, tuple(form for form in forms if form is not None))
         self.keys = self._keys()
 
     def calls(self) -> Iterator['Call']:
@@ -135,13 +143,22 @@ class Call:
         """Output leaves of the call with these samples only (in the layout of such a call). An index that is there twice stands, the
         second time, for another sample of the same size."""
         wanted = tuple(indices)
-        if self._last is not None and self._last[0] == wanted:
-            return self._last[1]
+        if self._last is None or self._last[0] != wanted:
+            self.answer(wanted)
+        return self._last[1]
+
+    def answer(self, indices: Sequence[int]) -> Any:
+        """Really run the call with these samples; :meth:`rows` has the output's leaves."""
+        wanted = tuple(indices)
         tensors = [self._parents[place].rows(wanted) if place in self._parents else self._picked(name, tensor, wanted)
                    for place, (name, tensor) in enumerate(self._named())]
-        _, leaves = flatten(self._execute(self, wanted, *self.arguments.with_tensors(tensors)))
-        self._last = wanted, leaves
-        return leaves
+        output = self._execute(self, wanted, *self.arguments.with_tensors(tensors))
+        self._last = wanted, flatten(output)[1]
+        return output
+
+    def forget(self) -> None:
+        """What :meth:`rows` keeps for the next output of the same samples."""
+        self._last = None
 
     def _picked(self, name: str, tensor: torch.Tensor, indices: tuple[int, ...]) -> torch.Tensor:
         if indices == tuple(range(len(self.layout))):
@@ -223,9 +240,12 @@ class Value:
         elsewhere = after.device.type != 'meta' and after.device != self.device
         if spec is None or elsewhere or (name in _RESHAPES and after.dtype != self.dtype):
             return None
+        if name in _COPIES:
+            same = after.dtype == self.dtype
+            return Copied(self, spec, after.dtype, '' if same else f' {after.dtype}', lambda tensor: func(tensor, *args, **kwargs))
         if name in _RESHAPES:
-            return Moved(self, spec, self.dtype, f'reshape{spec}', lambda tensor: self.layout.reshape(spec, tensor))
-        return Moved(self, spec, after.dtype, f'{name}{args}{kwargs}', lambda tensor: func(tensor, *args, **kwargs))
+            return Moved(self, spec, self.dtype, f' reshape{spec}', lambda tensor: self.layout.reshape(spec, tensor))
+        return Moved(self, spec, after.dtype, f' {name}{args}{kwargs}', lambda tensor: func(tensor, *args, **kwargs))
 
     def _spec_after(self, name: str, args: tuple, kwargs: dict, after: tuple[int, ...]) -> Optional[Spec]:
         fixed = self.layout.fixed(self.spec)
@@ -281,8 +301,8 @@ class Moved(Value):
         super().__init__(parent.call, spec, dtype, parent.device, parent._settle)
         self._parent = parent
         self._replay = replay
-        self.text = f'{parent.text} {text}'
-        self.trail = (*parent.trail, text)
+        self.text = parent.text + text
+        self.trail = (*parent.trail, text) if text else parent.trail
 
     def _sources(self):
         return self._parent._sources()
@@ -296,3 +316,14 @@ class Moved(Value):
             return None
         with torch.no_grad():
             return self._replay(whole)
+
+
+class Copied(Moved):
+    """A value of another dtype, or the same again: it is looked up as its parent is."""
+
+    def real(self):
+        if self.known is None:
+            real = self._parent.real()
+            with torch.no_grad():
+                self.known = self._replay(real)
+        return self.known

@@ -46,7 +46,11 @@ class Layout(abc.ABC):
 
     @abc.abstractmethod
     def form(self, name: str, tensor: torch.Tensor) -> Form:
-        """Sizes of an input that do not follow from the number of its rows."""
+        """Sizes of an input that do not follow from the number of its rows; ``None``: no shape depends on it."""
+
+    def only(self, indices: Sequence[int]) -> Optional['Layout']:
+        """The layout of a call with these samples; ``None`` where that would be of no use."""
+        return None
 
     @abc.abstractmethod
     def spec(self, leaf: torch.Tensor) -> Spec:
@@ -187,6 +191,9 @@ class Rows(Layout):
         if name in self._crop:
             return tuple(tensor.shape[1:2])
         return tuple(tensor.shape) if role == 'all' else (*tensor.shape[:axis], *tensor.shape[axis + 1:])
+
+    def only(self, indices):
+        return Rows(self.convention, [self.sizes[index] for index in indices], self._axes)
 
     def spec(self, leaf):
         if leaf.dim() == 0 or leaf.numel() == 0:

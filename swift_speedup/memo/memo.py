@@ -2,14 +2,16 @@
 
 Knows calls, values and entries; knows no modules and no storage.
 """
+import random
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Optional
 
 import torch
 
+from ..errors import AuditError
 from ..log import warn_once
 from ..stats import Stats
 from ..store import Entry, Store
@@ -35,8 +37,10 @@ class _Thread(threading.local):
 class Memo:
     """Reuse of all segments of one attachment."""
 
-    def __init__(self, store: Store, stats: Stats, dedup: bool):
+    def __init__(self, store: Store, stats: Stats, dedup: bool, audit: float = 0.0):
         self._store = store
+        self._audit = audit
+        self._random = random.Random(0)  # its own: training's generators are not touched
         self._stats = stats
         self._dedup = dedup
         self._thread = _Thread()
@@ -62,7 +66,10 @@ class Memo:
         except Exception as trouble:  # Rule 7: any cache trouble is a miss
             self._raise_if_own(trouble)
             step.refused, call = self._trouble(step, trouble), None
-        self._stats.lookup_seconds += time.perf_counter() - started
+        elapsed = time.perf_counter() - started
+        self._stats.lookup_seconds += elapsed
+        if call is not None:
+            call.root.lookup_seconds += elapsed
         if call is None:
             self._stats.bypassed += 1
             return run(args, kwargs)
@@ -96,7 +103,22 @@ class Memo:
         if not call.step.purity.verified(call.mode):
             return None
         outputs = {self._outputs.get((call.form, size)) for size in call.layout.distinct()}
+        if None in outputs:
+            outputs = {self._learnt(call)}
         return self._answer(call, *outputs.pop()) if len(outputs) == 1 and None not in outputs else None
+
+    def _learnt(self, call: Call) -> Optional[tuple]:
+        """Structure and specs of the outputs of a call with new shapes, from running each of its different samples once."""
+        indices = sorted({key: index for index, key in reversed(list(enumerate(call.keys)))}.values())
+        layout = call.layout.only(indices) if self._dedup else None
+        if layout is None or len(indices) == len(call.layout):
+            return None
+        structure, leaves = flatten(call.answer(indices))
+        return self._learn(call, structure, tuple((layout.spec(leaf), leaf.dtype, leaf.device) for leaf in leaves))
+
+    def _learn(self, call: Call, structure: Any, specs: tuple) -> tuple:
+        self._outputs.update({(call.form, size): (structure, specs) for size in call.layout.distinct()})
+        return structure, specs
 
     def _answer(self, call: Call, structure: Any, leaves: Sequence[tuple]) -> Any:
         return rebuild(structure, [Deferred(Leaf(call, number, *leaf, self._settle)) for number, leaf in enumerate(leaves)])
@@ -114,8 +136,7 @@ class Memo:
             self._refuse(call, str(reason))
             return output
         call.outputs = leaves
-        self._outputs.update({(call.form, size): (structure, specs) for size in call.layout.distinct()})
-        return self._answer(call, structure, specs)
+        return self._answer(call, *self._learn(call, structure, specs))
 
     def _settle(self, value: Value) -> torch.Tensor:
         """The real tensor behind ``value``."""
@@ -126,11 +147,13 @@ class Memo:
                 return self._verify(value)
             whole = value.whole()
             if whole is None:
-                return self._look_up(value)
+                return self._timed_look_up(value)
             self._keep(value, dict(enumerate(value.layout.cut(value.spec, whole, range(len(value.layout))))))
             return whole
         except NotSplittable as reason:
             self._refuse(value.call, str(reason), value)
+        except AuditError:
+            raise
         except Exception as trouble:
             self._raise_if_own(trouble)
             self._trouble(value.call.step, trouble)
@@ -154,10 +177,37 @@ class Memo:
             self._refuse(call, refusal, value)
             return real
         self._verified.add(value.trail)
+        self._share_modes(value)
         for each in call.calls():
             each.step.purity.confirm(each.mode)
         self._keep(value, dict(enumerate(parts)))
         return real
+
+    def _share_modes(self, value: Value) -> None:
+        """Evaluation and training share entries of what gives the same bits in both modes."""
+        calls = [(call, [mode for mode in call.step.purity.modes() if mode != call.mode]) for call in value.call.calls()]
+        calls = [(call, modes[0]) for call, modes in calls if modes and not call.step.purity.verified(call.mode)]
+        if not calls:
+            return
+        indices = value.layout.closure([0])
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self._checking(value.call))
+                for call, mode in calls:
+                    stack.enter_context(call.step.purity.switched(mode))
+                    call.forget()
+                found = value.layout.cut(value.spec, value.rows(indices), indices)
+        except Exception as trouble:
+            self._trouble(value.call.step, trouble)
+            return
+        finally:
+            for call, _ in calls:
+                call.forget()
+        with self._checking(value.call):
+            wanted = value.layout.cut(value.spec, value.rows(indices), indices)
+        if all(torch.equal(one, other) for one, other in zip(found, wanted)):
+            for call, mode in calls:
+                call.step.purity.share(call.mode, mode)
 
     def _difference(self, value: Value, parts: Sequence[torch.Tensor]) -> Optional[str]:
         layout = value.layout
@@ -168,8 +218,23 @@ class Memo:
         return None if close(found, parts[chosen]) else (
             f'output {value.text} of a sample evaluated again and alone differs from its rows in the batch')
 
+    def _timed_look_up(self, value: Value) -> torch.Tensor:
+        stats, root = self._stats, value.call.root
+        started, computing = time.perf_counter(), stats.frozen_seconds
+        real = self._look_up(value)
+        computing = stats.frozen_seconds - computing
+        elapsed = time.perf_counter() - started - computing
+        stats.lookup_seconds += elapsed
+        if root.step.cost is not None and root.device.type == 'cpu':  # elsewhere the host's clock does not tell what computing takes
+            sizes = root.layout.sizes
+            computed = sum(size for size, outcome in zip(sizes, root.outcome) if outcome == 'misses')
+            root.step.cost.record(*((0, 0) if root.recorded else (sum(sizes), computed)), computing, elapsed + root.lookup_seconds)
+            if not root.recorded:
+                root.step.cost.count(len(sizes), sum(outcome != 'misses' for outcome in root.outcome))
+            root.recorded, root.lookup_seconds = True, 0.0
+        return real
+
     def _look_up(self, value: Value) -> torch.Tensor:
-        started, computing = time.perf_counter(), self._stats.frozen_seconds
         parts, source = self._stored(value)
         missing = sorted(set(source.values()))
         if len(missing) == len(value.layout):  # nothing to put together, and padding stays as it was computed
@@ -185,8 +250,23 @@ class Memo:
         if tuple(real.shape) != value.shape or real.dtype != value.dtype:
             raise NotSplittable(f'parts make up {real.dtype} {tuple(real.shape)}, expected {value.dtype} {value.shape}')
         self._count(value, source)
-        self._stats.lookup_seconds += time.perf_counter() - started - (self._stats.frozen_seconds - computing)
+        if self._audit:
+            self._compare(value, parts, [index for index in range(len(value.layout)) if index not in source])
         return real
+
+    def _compare(self, value: Value, parts: Mapping[int, torch.Tensor], hits: Sequence[int]) -> None:
+        """Compute a share of the hits and compare."""
+        chosen = [index for index in hits if self._random.random() < self._audit]
+        if not chosen:
+            return
+        with self._checking(value.call):
+            computed = value.parts(chosen)
+        for index in chosen:
+            found, wanted = parts[index], computed[index].cpu()
+            self._stats.audited += 1
+            if not close(found, wanted):
+                self._refuse(value.call, 'a stored output differed from the computed one', value, whole=False)
+                raise AuditError(_difference_text(value, index, found, wanted))
 
     def _stored(self, value: Value) -> tuple[dict[int, torch.Tensor], dict[int, int]]:
         """Stored parts by sample, and for each other sample the one to compute in its place."""
@@ -270,12 +350,12 @@ class Memo:
                 if before is not None:
                     setattr(self._stats, before, getattr(self._stats, before) - 1)
 
-    def _refuse(self, call: Call, reason: str, value: Optional[Value] = None) -> None:
+    def _refuse(self, call: Call, reason: str, value: Optional[Value] = None, whole: bool = True) -> None:
         """Outputs of ``call`` cannot be taken apart: the whole call is one sample from now on, or it is not reused at all."""
         if value is not None:
             self._refused.add(value.trail)
         step = call.step
-        if call.root is call and step.kind == 'media' and not step.whole and step.purity.refusal(call.mode) is None:
+        if whole and call.root is call and step.kind == 'media' and not step.whole and step.purity.refusal(call.mode) is None:
             step.whole, step.note = True, reason
         else:
             step.purity.forbid(call.mode, reason)
@@ -297,6 +377,14 @@ def _owned(part: torch.Tensor) -> torch.Tensor:
     """A copy that shares no storage with the batch it came from, on the CPU, that can be trained on."""
     with torch.inference_mode(False), torch.no_grad():
         return part.detach().to('cpu', copy=True, memory_format=torch.contiguous_format)
+
+
+def _difference_text(value: Value, index: int, found: torch.Tensor, wanted: torch.Tensor) -> str:
+    size = (f'by up to {(found.double() - wanted.double()).abs().max().item():.3g} (largest value {wanted.abs().max().item():.3g})'
+            if found.shape == wanted.shape else f'in shape: {tuple(found.shape)}, computed {tuple(wanted.shape)}')
+    return (f'{value.call.step.name}: the stored output {value.text} of sample {value.keys[index].hex()} differs from the computed one '
+            f'{size}. It is not reused any more. Clear the cache; if it happens again, what this module computes depends on '
+            'something that is not in the key: please report it')
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -100,7 +100,9 @@ class Tokens(Layout):
     def form(self, name, tensor):
         kind, axis = self._kind(tensor)
         shape = tuple(tensor.shape)
-        if name in BOUNDARIES or kind == 'pairs':
+        if name in BOUNDARIES or name == MASK:
+            return None
+        if kind == 'pairs':
             return kind
         return {'tokens': (*shape[:axis], *shape[axis + 2:]), 'shared': shape[1:], 'all': shape}[kind]
 

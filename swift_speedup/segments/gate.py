@@ -21,6 +21,8 @@ class Gate:
         self._module = module
         self._verified: set[bytes] = set()
         self._forbidden: dict[bytes, str] = {}
+        self._flags: dict[bytes, tuple[bool, ...]] = {}  # of the modes that were seen
+        self._same: dict[bytes, bytes] = {}  # modes that were shown to give the values of another one
 
     def refusal(self, mode: bytes) -> Optional[str]:
         """Why the segment may not be reused in this mode now, ``None`` if it may."""
@@ -35,6 +37,31 @@ class Gate:
 
     def confirm(self, mode: bytes) -> None:
         self._verified.add(mode)
+
+    def canonical(self, mode: bytes) -> bytes:
+        """Called with the present mode: the one under which its values are kept."""
+        if mode not in self._flags:
+            self._flags[mode] = tuple(part.training for part in self._module.modules())
+        return self._same.get(mode, mode)
+
+    def share(self, mode: bytes, other: bytes) -> None:
+        """``mode`` gives the values of ``other`` bit for bit."""
+        self._same[mode] = other
+
+    def modes(self) -> list[bytes]:
+        return [mode for mode in self._verified if mode not in self._same]
+
+    @contextmanager
+    def switched(self, mode: bytes) -> Iterator[None]:
+        parts = list(self._module.modules())
+        before = [part.training for part in parts]
+        try:
+            for part, flag in zip(parts, self._flags[mode]):
+                part.training = flag
+            yield
+        finally:
+            for part, flag in zip(parts, before):
+                part.training = flag
 
     def forbid(self, mode: bytes, reason: str) -> None:
         self._forbidden.setdefault(mode, reason)

@@ -10,6 +10,7 @@ from ..config import SpeedupConfig
 from ..graph.swap import CALL
 from ..memo import split
 from ..memo.chain import Step
+from ..memo.cost import Cost
 from ..memo.deferred import Deferred
 from ..memo.fingerprint import Fingerprint
 from ..memo.memo import Memo
@@ -28,9 +29,11 @@ class Reuse:
                  kinds: Mapping[nn.Module, str]):
         self._names = names
         self._config = config
-        self._kinds = {module: kind for module, kind in kinds.items() if config.cache != 'off' or kind == 'media'}
+        self._kinds = {module: kind for module, kind in kinds.items() if kind == 'media' or (
+            config.cache != 'off' and (kind != 'tokens' or config.prefix != 'off'))}
+        self._prefix = {module for module, kind in kinds.items() if kind == 'tokens'}
         self._active = config.cache != 'off' or config.dedup
-        self._memo = Memo(store, stats, config.dedup)
+        self._memo = Memo(store, stats, config.dedup, config.audit)
         self._steps: dict[tuple[nn.Module, str], Step] = {}
         self._packing: dict[str, Sequence[int]] = {}  # path of a tower -> rows of each image in its present call
 
@@ -47,8 +50,11 @@ class Reuse:
             if step.kind != 'media' and capture.needs_insides():
                 step.refused = 'attention weights or router logits were asked for'
                 return run(args, kwargs)
+            if step.cost is not None and not following and not step.cost.worth_it():
+                step.refused = step.cost.reason
+                return run(args, kwargs)
             now = _Now(run, partial(self._mode_of, module))
-            output = self._memo.evaluate(step, now.run, args, kwargs, state.mode(module))
+            output = self._memo.evaluate(step, now.run, args, kwargs, step.purity.canonical(state.mode(module)))
             now.over = True
             if not now.ran:
                 capture.tell(module, args, output)
@@ -61,6 +67,8 @@ class Reuse:
         with self._mode_of(module):
             steps = [step for (other, _), step in self._steps.items() if other is module]
             if not steps:
+                if self._config.prefix == 'off' and module in self._prefix:
+                    return 'prefix=off'
                 return static_refusal(path, module) or (None if module in self._kinds else NO_MEMO)
             mode = state.mode(module)
             return next((reason for step in steps for reason in (step.purity.refusal(mode), step.refused) if reason), None)
@@ -83,8 +91,19 @@ class Reuse:
             name, method = (path, 'forward') if entry == CALL else (f'{path}.{entry}', entry)
             step = self._steps[module, entry] = Step(
                 name, method_signature(module, method), Fingerprint(lambda: state.settings(module), lambda: state.tensors(module)),
-                Gate(path, module), self._kinds.get(module, 'follower'), _causal(module), partial(self._rows_of_images, path))
+                Gate(path, module), self._kinds.get(module, 'follower'), _causal(module), partial(self._rows_of_images, path),
+                self._cost(module))
         return step
+
+    def _cost(self, module: nn.Module) -> Optional[Cost]:
+        kind = self._kinds.get(module)
+        return None if kind is None or (kind == 'tokens' and self._config.prefix == 'on') else Cost()
+
+    def epoch_ended(self, first: bool) -> None:
+        """Told by the trainer; ``first``: nothing can have come back yet."""
+        for step in self._steps.values():
+            if step.cost is not None:
+                step.cost.epoch_ended(first)
 
     def entering(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """A tower that is trained in part is called: its grid tells the blocks inside how many rows each image has."""

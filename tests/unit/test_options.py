@@ -22,7 +22,7 @@ def test_a_bad_option_is_named_with_its_value_and_what_is_allowed(values, words)
 
 def test_texts_and_values_mean_the_same():
     texts = {'cache': 'OFF', 'ram_gib': '0.5', 'dedup': 'no', 'eval': 'TRUE'}
-    assert SpeedupConfig.from_named(texts) == SpeedupConfig('off', 0.5, False, True)
+    assert SpeedupConfig.from_named(texts) == SpeedupConfig('off', 0.5, dedup=False, eval=True)
     assert SpeedupConfig(ram_gib='none') == SpeedupConfig()
 
 
