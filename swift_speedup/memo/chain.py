@@ -12,7 +12,7 @@ from .arguments import Arguments, NotSplittable
 from .cost import Cost
 from .fingerprint import Fingerprint
 from .key import Digest, call_prefix, content, sample_key
-from .layout import Layout, Spec
+from .layout import SIZES, Layout, Spec
 
 Run = Callable[[tuple, dict], Any]
 Execute = Callable[['Call', Sequence[int], tuple, dict], Any]  # really run a call with some of its samples
@@ -155,6 +155,13 @@ class Call:
         output = self._execute(self, wanted, *self.arguments.with_tensors(tensors))
         self._last = wanted, flatten(output)[1]
         return output
+
+    def shape_marks(self) -> set:
+        """What must have been seen before the shapes of outputs are known: sizes of samples, or, where a mask or positions may decide
+        how many rows an output has, the samples themselves."""
+        deciding = any(not tensor.is_floating_point() and name not in SIZES for place, (name, tensor) in enumerate(self._named())
+                       if place not in self._parents)
+        return set(self.keys) if deciding and self.layout.rows_may_vary else self.layout.distinct()
 
     def forget(self) -> None:
         """What :meth:`rows` keeps for the next output of the same samples."""

@@ -12,6 +12,8 @@ import torch
 from .arguments import NotSplittable
 
 Form = Any  # hashable: what the shape of an output depends on besides the number of rows
+SIZES = ('grid_thw', 'grid_thws', 'grid_hw', 'grid_hws', 'image_grid_thw', 'video_grid_thw', 'cu_seqlens', 'cu_window_seqlens',
+         'feature_lens', 'audio_feature_lengths', 'input_lengths', 'feature_lengths', 'image_sizes')  # in ``Layout.sizes`` already
 Spec = tuple  # how an output leaf follows the samples; see the layouts
 
 
@@ -20,6 +22,7 @@ class Layout(abc.ABC):
 
     convention: str
     sizes: tuple[int, ...]
+    rows_may_vary = True  # an output may have other rows than its sample's size tells
 
     def __len__(self) -> int:
         return len(self.sizes)

@@ -102,7 +102,7 @@ class Memo:
         """Outputs without running anything; ``None`` when their shapes are not known or nothing is proved yet."""
         if not call.step.purity.verified(call.mode):
             return None
-        outputs = {self._outputs.get((call.form, size)) for size in call.layout.distinct()}
+        outputs = {self._outputs.get((call.form, size)) for size in call.shape_marks()}
         if None in outputs:
             outputs = {self._learnt(call)}
         return self._answer(call, *outputs.pop()) if len(outputs) == 1 and None not in outputs else None
@@ -117,7 +117,7 @@ class Memo:
         return self._learn(call, structure, tuple((layout.spec(leaf), leaf.dtype, leaf.device) for leaf in leaves))
 
     def _learn(self, call: Call, structure: Any, specs: tuple) -> tuple:
-        self._outputs.update({(call.form, size): (structure, specs) for size in call.layout.distinct()})
+        self._outputs.update({(call.form, size): (structure, specs) for size in call.shape_marks()})
         return structure, specs
 
     def _answer(self, call: Call, structure: Any, leaves: Sequence[tuple]) -> Any:

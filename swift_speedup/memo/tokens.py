@@ -21,6 +21,7 @@ class Tokens(Layout):
     """``causal`` says what no mask at all means to the layers: ``True``, ``False`` or ``None`` (not known)."""
 
     convention = 'tokens'
+    rows_may_vary = False
 
     def __init__(self, batch: int, length: int, spans: Sequence[tuple[int, numpy.ndarray]], causal: Optional[bool]):
         self._batch = batch

@@ -18,9 +18,12 @@ HOOK = 'output_capturing_hook'
 _OF_LAYERS = {'hidden_states', '_hidden_states_layers'}
 
 
-def needs_insides() -> bool:
-    """Whether something is being collected that only running a layer yields: attention weights, router logits."""
-    return bool(_collector is not None and set(_collector.get() or ()) - _OF_LAYERS)
+def needs_insides(module: nn.Module) -> bool:
+    """Whether something is being collected that only running ``module`` yields: attention weights, states of layers inside it."""
+    wanted = set(_collector.get() or ()) if _collector is not None else set()
+    return bool(wanted - _OF_LAYERS or wanted and any(
+        getattr(hook, '__name__', '') == HOOK for part in module.modules() if part is not module
+        for hook in part._forward_hooks.values()))
 
 
 def tell(module: nn.Module, args: tuple, output: Any) -> None:

@@ -47,8 +47,8 @@ class Reuse:
             if not self._active:
                 return run(args, kwargs)
             step = self._step(module, entry)
-            if step.kind != 'media' and capture.needs_insides():
-                step.refused = 'attention weights or router logits were asked for'
+            if step.kind != 'media' and capture.needs_insides(module):
+                step.refused = 'attention weights or states of layers inside it were asked for'
                 return run(args, kwargs)
             if step.cost is not None and not following and not step.cost.worth_it():
                 step.refused = step.cost.reason

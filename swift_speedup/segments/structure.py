@@ -53,7 +53,8 @@ def input_embeddings(module: nn.Module) -> Optional[nn.Module]:
         found = getter() if callable(getter) else None
     except Exception:
         return None
-    return found if isinstance(found, nn.Module) else None
+    # Vision models answer with the module that embeds patches.
+    return found if isinstance(found, nn.Module) and not names_media(forward_signature(found).parameters) else None
 
 
 def find_encoders(root: nn.Module) -> dict[nn.Module, str]:

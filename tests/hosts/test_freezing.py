@@ -76,5 +76,5 @@ def test_planning_trains_nothing_and_leaves_nothing(jobs):
 
 
 def test_counters_agree_with_the_plan(jobs):
-    assert jobs['merger trained-command'].record[-1]['stats']['hits'] == 0
+    assert jobs['merger trained-command'].record[-1]['stats']['hits'] > 0
     assert jobs['upper layers-command'].record[-1]['stats']['hits'] > 0
