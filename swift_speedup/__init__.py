@@ -11,6 +11,6 @@ from .stats import Stats
 
 __version__ = '0.1.0'
 __all__ = [
-    'AttachError', 'AuditError', 'ConfigError', 'FrontierError', 'HostError', 'MyModel', 'Plan', 'SegmentPlan', 'Speedup', 'SpeedupConfig',
-    'SpeedupError', 'Stats', '__version__',
+    'AttachError', 'AuditError', 'ConfigError', 'FrontierError', 'HostError', 'MyModel', 'Plan', 'SegmentPlan', 'Speedup',
+    'SpeedupConfig', 'SpeedupError', 'Stats', '__version__',
 ]
