@@ -21,5 +21,9 @@ class AuditError(SpeedupError, RuntimeError):
     """A stored output is not what the module computes: training on would be silently wrong."""
 
 
+class ShapeError(SpeedupError, RuntimeError):
+    """An output does not have the shape that batches seen before let expect: the model may have acted on the wrong one."""
+
+
 class HostError(SpeedupError, RuntimeError):
     """The installed ms-swift is missing, or is not one this version can hook into."""

@@ -11,6 +11,8 @@ from .key import NotKeyable, plain
 _CACHES = ('past_key_values', 'past_key_value', 'layer_past')
 # Hints for kernels: they follow from the batch and change no value.
 _HINTS = ('max_seqlen', 'max_length_q', 'max_length_k', 'max_seqlen_q', 'max_seqlen_k')
+# Models hand all their keyword arguments to their towers; one whose signature does not have these has no use for them.
+_OF_THE_TEXT = ('mm_token_type_ids', 'token_type_ids')
 
 
 class NotSplittable(Exception):
@@ -26,6 +28,7 @@ class Arguments:
     text: str  # names and values of all other arguments, containers of tensors included
     absent: tuple[str, ...]  # arguments that were passed as None
     structure: Structure
+    of_the_text: tuple[str, ...] = ()  # those that mean nothing to a tower; the memo proves it
 
     @classmethod
     def of(cls, signature: inspect.Signature, args: tuple, kwargs: dict) -> 'Arguments':
@@ -44,7 +47,8 @@ class Arguments:
                 lines.append(f'{name}={_describe(structure)}')
         structure, tensors = flatten((args, kwargs))
         absent = tuple(name for name, value in values if value is None)
-        return cls(tuple(names), tuple(tensors), ';'.join(sorted(lines)), absent, structure)
+        of_the_text = tuple(name for name in names if name in _OF_THE_TEXT and name not in signature.parameters)
+        return cls(tuple(names), tuple(tensors), ';'.join(sorted(lines)), absent, structure, of_the_text)
 
     def get(self, name: str) -> torch.Tensor | None:
         return self.tensors[self.names.index(name)] if name in self.names else None

@@ -7,6 +7,7 @@ from typing import Any, Optional, Protocol
 
 import torch
 
+from ..errors import ShapeError
 from ..trees import flatten
 from .arguments import Arguments, NotSplittable
 from .cost import Cost
@@ -90,13 +91,15 @@ class Call:
         self._execute = execute
         self._parents = parents
         self._last: Optional[tuple[tuple[int, ...], list[torch.Tensor]]] = None
+        self._ignored = arguments.of_the_text if step.kind == 'media' else ()
         self.device = arguments.tensors[0].device
         self.autocast = _Autocast.now(self.device.type)
         text = ';'.join([arguments.text, *(f'{place}:{value.text}' for place, value in parents.items())])
         self.prefix = call_prefix(step.fingerprint.current(), layout.convention, text, mode, self.device.type)
         self.trail = (step.name, mode, layout.convention, *(value.trail for value in parents.values()))
         # What the shapes of outputs depend on beside the sizes of the samples.
-        forms = [layout.form(name, tensor) for place, (name, tensor) in enumerate(self._named()) if place not in parents]
+        forms = [layout.form(name, tensor) for place, (name, tensor) in enumerate(self._named())
+                 if place not in parents and name not in self._ignored]
         self.form = (self.prefix, tuple(form for form in forms if form is not None))
         self.keys = self._keys()
 
@@ -115,6 +118,8 @@ class Call:
         for place, (name, tensor) in enumerate(self._named()):
             if place in self._parents:
                 columns[name] = self._parents[place].keys
+                continue
+            if name in self._ignored:
                 continue
             if (id(tensor), name) not in known:
                 pieces = self.layout.pieces(name, tensor)
@@ -159,8 +164,8 @@ class Call:
     def shape_marks(self) -> set:
         """What must have been seen before the shapes of outputs are known: sizes of samples, or, where a mask or positions may decide
         how many rows an output has, the samples themselves."""
-        deciding = any(not tensor.is_floating_point() and name not in SIZES for place, (name, tensor) in enumerate(self._named())
-                       if place not in self._parents)
+        deciding = any(not tensor.is_floating_point() and name not in (*SIZES, *self._ignored)
+                       for place, (name, tensor) in enumerate(self._named()) if place not in self._parents)
         return set(self.keys) if deciding and self.layout.rows_may_vary else self.layout.distinct()
 
     def forget(self) -> None:
@@ -168,6 +173,8 @@ class Call:
         self._last = None
 
     def _picked(self, name: str, tensor: torch.Tensor, indices: tuple[int, ...]) -> torch.Tensor:
+        if name in self._ignored:  # were it of any meaning, the check of the first batch would see that
+            return torch.zeros_like(tensor)
         if indices == tuple(range(len(self.layout))):
             return tensor
         picked = self.layout.pick(name, tensor, indices)
@@ -199,6 +206,7 @@ class Value:
         self.dtype = dtype
         self.device = device
         self.known: Optional[torch.Tensor] = None
+        self._computed: Optional[torch.Tensor] = None  # for a further call, not yet kept
         self._settle = settle
         self._keys: Optional[list[bytes]] = None
 
@@ -219,17 +227,28 @@ class Value:
 
     def real(self) -> torch.Tensor:
         if self.known is None:
-            self.known = self._settle(self)
+            known = self._settle(self)
+            if (tuple(known.shape), known.dtype) != (self.shape, self.dtype):  # the model may have acted on it
+                raise ShapeError(
+                    f'{self.call.step.name}: an output is {known.dtype} {tuple(known.shape)}; after the batches before, '
+                    f'{self.dtype} {self.shape} was expected. Its shape depends on more than the inputs that swift_speedup looks at: '
+                    'train with cache=off (--frozen_cache off), and please report it')
+            self.known = known
         return self.known
 
     def known_or_computed(self) -> torch.Tensor:
         """The real tensor for a further call, without anything being looked up or kept."""
-        if self.known is None and self.whole() is None:
-            self.known = self.rows(range(len(self.layout)))
-        return self.known if self.known is not None else self.whole()
+        if self.known is not None:
+            return self.known
+        if self.whole() is None:
+            self._computed = self.rows(range(len(self.layout)))
+        return self.whole()
 
     def whole(self) -> Optional[torch.Tensor]:
         """The real tensor if its call was run as a whole."""
+        return self._computed if self._computed is not None else self._from_whole()
+
+    def _from_whole(self) -> Optional[torch.Tensor]:
         raise NotImplementedError
 
     def parts(self, indices: Sequence[int]) -> dict[int, torch.Tensor]:
@@ -297,7 +316,7 @@ class Leaf(Value):
     def rows(self, indices):
         return self.call.rows(indices)[self._number]
 
-    def whole(self):
+    def _from_whole(self):
         return self.call.outputs[self._number] if self.call.outputs is not None else None
 
 
@@ -317,7 +336,7 @@ class Moved(Value):
     def rows(self, indices):
         return self._replay(self._parent.rows(indices))
 
-    def whole(self):
+    def _from_whole(self):
         whole = self._parent.known if self._parent.known is not None else self._parent.whole()
         if whole is None:
             return None

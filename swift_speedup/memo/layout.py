@@ -27,6 +27,10 @@ class Layout(abc.ABC):
     def __len__(self) -> int:
         return len(self.sizes)
 
+    def spread(self) -> tuple[int, int]:
+        """The sizes of the smallest and the largest sample, where these may matter to each other."""
+        return (min(self.sizes), max(self.sizes)) if self.rows_may_vary else (0, 0)
+
     def distinct(self) -> set[int]:
         """The sizes that must have been seen before the shape of an output is known."""
         return set(self.sizes)
@@ -267,7 +271,15 @@ _CONVOLUTIONS: dict[tuple, Callable[[int], int]] = {
     ('half, padded',): lambda n: (n - 1) // 2 + 1,
     ('half, padded, then half',): lambda n: ((n - 1) // 2 + 1) // 2,
     ('half, padded, then pooled',): lambda n: ((n - 1) // 2 + 1 - 2) // 2 + 1,
+    ('eighth of each hundred',): lambda n: _eighth(n % 100) + _eighth(100) * (n // 100),
 }
+
+
+def _eighth(n: int) -> int:
+    """Of three convolutions with stride 2, over chunks that are padded apart."""
+    for _ in range(3):
+        n = (n - 1) // 2 + 1
+    return n
 
 
 def _apply(rule: tuple, size: int) -> int:

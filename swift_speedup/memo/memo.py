@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import torch
 
-from ..errors import AuditError
+from ..errors import AuditError, ShapeError
 from ..log import warn_once
 from ..stats import Stats
 from ..store import Entry, Store
@@ -45,7 +45,8 @@ class Memo:
         self._dedup = dedup
         self._thread = _Thread()
         self._outputs: dict[tuple, tuple] = {}  # (form, size of a sample) -> structure and specs of a call's outputs
-        self._verified: set[tuple] = set()  # trails of values of which a sample alone equals its part of the batch
+        # Trail of a value of which a sample alone equals its part of the batch -> in batches of which smallest and largest sample.
+        self._verified: dict[tuple, list[tuple[int, int]]] = {}
         self._refused: set[tuple] = set()
         self._rates: dict[tuple, float] = {}  # seconds per unit of work that computing a value took
 
@@ -63,6 +64,8 @@ class Memo:
             promised = call and self._promise(call)
         except (NotSplittable, NotKeyable, UnknownStructure) as reason:
             step.refused, call = str(reason), None
+        except ShapeError:
+            raise
         except Exception as trouble:  # Rule 7: any cache trouble is a miss
             self._raise_if_own(trouble)
             step.refused, call = self._trouble(step, trouble), None
@@ -143,7 +146,7 @@ class Memo:
         if value.trail in self._refused or any(call.step.purity.refusal(call.mode) for call in value.call.calls()):
             return value.known_or_computed()
         try:
-            if value.trail not in self._verified:
+            if not self._is_verified(value):
                 return self._verify(value)
             whole = value.whole()
             if whole is None:
@@ -152,12 +155,17 @@ class Memo:
             return whole
         except NotSplittable as reason:
             self._refuse(value.call, str(reason), value)
-        except AuditError:
+        except (AuditError, ShapeError):
             raise
         except Exception as trouble:
             self._raise_if_own(trouble)
             self._trouble(value.call.step, trouble)
         return value.known_or_computed()
+
+    def _is_verified(self, value: Value) -> bool:
+        """What a larger neighbour does to a sample, by padding, shows only in a batch that has both."""
+        smallest, largest = value.layout.spread()
+        return any(low <= smallest and largest <= high for low, high in self._verified.get(value.trail, ()))
 
     def _verify(self, value: Value) -> torch.Tensor:
         """The first use of a value: its smallest sample, evaluated once more and alone, must come out as in the batch."""
@@ -176,7 +184,7 @@ class Memo:
         if refusal is not None:
             self._refuse(call, refusal, value)
             return real
-        self._verified.add(value.trail)
+        self._verified.setdefault(value.trail, []).append(layout.spread())
         self._share_modes(value)
         for each in call.calls():
             each.step.purity.confirm(each.mode)

@@ -15,7 +15,7 @@ _GRIDS = (*GRID_NAMES, 'image_grid_thw', 'video_grid_thw')
 _BOUNDARIES = ('cu_seqlens', 'cu_window_seqlens')
 _LENGTHS = ('feature_lens', 'audio_feature_lengths', 'input_lengths', 'feature_lengths')
 _SIZES = ('image_sizes', 'tgt_sizes', 'target_sizes')
-_PLACES = ('pixel_position_ids', 'image_position_ids')
+_POSITIONS = ('pixel_position_ids', 'image_position_ids')
 
 
 def layout_of(arguments: Arguments, kind: str, causal: Optional[bool] = None, packing: Sequence[int] = ()) -> Layout:
@@ -108,13 +108,31 @@ def _sized(arguments: Arguments, packing: Sequence[int]) -> Optional[Layout]:
     pairs = sizes.tolist()
     if any(height > main.shape[2] or width > main.shape[3] for height, width in pairs):
         return None  # sizes in patches
+
     def crop(part: torch.Tensor, place: int) -> torch.Tensor:
         height, width = pairs[place]
         return part[..., :height, :width]
     return Rows('sizes', [height * width for height, width in pairs], {}, (), {arguments.names[0]: crop})
 
 
-_CONVENTIONS: tuple[Callable[[Arguments, Sequence[int]], Optional[Layout]], ...] = (_packed_grid, _packed_rows, _packed_lengths, _sized)
+def _positioned(arguments: Arguments, packing: Sequence[int]) -> Optional[Layout]:
+    """Patches padded to the most of the batch, with positions of -1 where there is none. Gemma4: ``(n, p, C)`` and ``(n, p, 2)``."""
+    names = _present(arguments, _POSITIONS)
+    main = arguments.tensors[0]
+    if not names or main.dim() != 3 or not main.is_floating_point():
+        return None
+    positions = arguments.get(names[0])
+    if positions.dim() != 3 or positions.shape[:2] != main.shape[:2] or positions.is_floating_point():
+        return None
+    real = (positions >= 0).all(-1)
+
+    def crop(part: torch.Tensor, place: int) -> torch.Tensor:
+        return part[:, real[place]]
+    return Rows('positions', real.sum(1).tolist(), {}, (), {arguments.names[0]: crop, names[0]: crop})
+
+
+_CONVENTIONS: tuple[Callable[[Arguments, Sequence[int]], Optional[Layout]], ...] = (
+    _packed_grid, _packed_rows, _packed_lengths, _sized, _positioned)
 
 
 def _batch_first(arguments: Arguments) -> Layout:

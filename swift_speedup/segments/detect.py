@@ -33,6 +33,10 @@ class Segment:
     paths: tuple[str, ...]
     impure: Optional[str] = None  # seen while it ran
 
+    def part(self, kind: str, start: int, stop: Optional[int]) -> 'Segment':
+        paths = self.paths[start:stop]
+        return Segment(kind, _ranges(paths), self.modules[start:stop], paths, self.impure)
+
 
 def packed_towers(root: nn.Module) -> dict[nn.Module, str]:
     """The outermost modules whose forward takes a grid; names and ``model_arch`` tables are not trusted."""

@@ -23,7 +23,7 @@ def make_plan(root: nn.Module, trace: Optional[Trace], refusal: Refusal, left_al
     executed = segments_of(root, trace) if trace is not None else []
     segments = [segment for segment in executed if all(is_frozen(module, known) for module in segment.modules)]
     passed = () if trace is None else _outermost([path for path in frozen if path in trace.passed])
-    rows = [_row(segment, refusal) for segment in segments]
+    rows = [_row(part, refusal) for segment in segments for part in _parts(segment, refusal)]
     covered = {module for segment in segments for module in segment.modules}
     for tower, path in expected_towers(root).items():
         if tower not in covered:
@@ -44,6 +44,17 @@ def unentered_towers(root: nn.Module, trace: Trace) -> Iterator[str]:
             yield (f'{path} is frozen, but the first training step, which had pixels or sound, never entered it: nothing is skipped '
                    'or reused there. Either it is not used, or it is entered by a method that is missing in '
                    'swift_speedup/segments/entries.py')
+
+
+def _parts(segment: Segment, refusal: Refusal) -> list[Segment]:
+    """A tower and its aligner apart where only the tower's output is kept."""
+    if segment.kind != 'tower + aligner':
+        return [segment]
+    reused = [refusal(module, path) is None for module, path in zip(segment.modules, segment.paths)]
+    end = len(reused) - reused[::-1].index(True) if True in reused else len(reused)
+    if end == len(reused):
+        return [segment]
+    return [segment.part('tower', 0, end), segment.part('aligner', end, None)]
 
 
 def _row(segment: Segment, refusal: Refusal) -> SegmentPlan:

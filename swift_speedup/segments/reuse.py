@@ -71,7 +71,10 @@ class Reuse:
                     return 'prefix=off'
                 return static_refusal(path, module) or (None if module in self._kinds else NO_MEMO)
             mode = state.mode(module)
-            return next((reason for step in steps for reason in (step.purity.refusal(mode), step.refused) if reason), None)
+            reason = next((reason for step in steps for reason in (step.purity.refusal(mode), step.refused) if reason), None)
+            inside = {other for (other, _), step in self._steps.items()
+                      if self._names[other].startswith(f'{path}.') and step.refused is None and step.purity.modes()}
+            return f'{reason}; {len(inside)} modules inside it are reused one by one' if reason and inside else reason
 
     def expected_refusal(self, module: nn.Module, path: str) -> Optional[str]:
         """As :meth:`refusal`, for a model whose weights are not loaded: what only running it can show is taken to be well."""
