@@ -17,15 +17,13 @@ from ..stats import Stats
 from ..store import Entry, Store
 from ..trees import UnknownStructure, flatten, rebuild
 from .arguments import Arguments, NotSplittable
-from .chain import Call, Leaf, Run, Step, Value
+from .chain import Call, Run, Step
+from .compare import close, difference_alone, difference_text
 from .deferred import Deferred
 from .key import NotKeyable
 from .layout import Single
 from .split import layout_of
-
-# Kernels may order sums by the shape of the batch; a sample alone must equal its rows in the batch within this share of the
-# largest value.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+from .value import Leaf, Value
 
 
 class _Thread(threading.local):
@@ -174,7 +172,7 @@ class Memo:
         try:
             parts = layout.cut(value.spec, real, range(len(layout)))
             with self._checking(call):
-                refusal = self._difference(value, parts)
+                refusal = difference_alone(value, parts)
         except NotSplittable as reason:
             refusal = str(reason)
         except Exception as trouble:  # a check that cannot be made is not tried again at every step
@@ -216,15 +214,6 @@ class Memo:
         if all(torch.equal(one, other) for one, other in zip(found, wanted)):
             for call, mode in calls:
                 call.step.purity.share(call.mode, mode)
-
-    def _difference(self, value: Value, parts: Sequence[torch.Tensor]) -> Optional[str]:
-        layout = value.layout
-        chosen = min(range(len(layout)), key=layout.sizes.__getitem__)
-        alone = [chosen] if len(set(value.keys)) > 1 or isinstance(layout, Single) else [chosen, chosen]
-        indices = layout.closure(alone) if len(set(alone)) == len(alone) else alone
-        found = layout.cut(value.spec, value.rows(indices), indices)[indices.index(chosen)]
-        return None if close(found, parts[chosen]) else (
-            f'output {value.text} of a sample evaluated again and alone differs from its rows in the batch')
 
     def _timed_look_up(self, value: Value) -> torch.Tensor:
         stats, root = self._stats, value.call.root
@@ -274,7 +263,7 @@ class Memo:
             self._stats.audited += 1
             if not close(found, wanted):
                 self._refuse(value.call, 'a stored output differed from the computed one', value, whole=False)
-                raise AuditError(_difference_text(value, index, found, wanted))
+                raise AuditError(difference_text(value, index, found, wanted))
 
     def _stored(self, value: Value) -> tuple[dict[int, torch.Tensor], dict[int, int]]:
         """Stored parts by sample, and for each other sample the one to compute in its place."""
@@ -385,21 +374,3 @@ def _owned(part: torch.Tensor) -> torch.Tensor:
     """A copy that shares no storage with the batch it came from, on the CPU, that can be trained on."""
     with torch.inference_mode(False), torch.no_grad():
         return part.detach().to('cpu', copy=True, memory_format=torch.contiguous_format)
-
-
-def _difference_text(value: Value, index: int, found: torch.Tensor, wanted: torch.Tensor) -> str:
-    size = (f'by up to {(found.double() - wanted.double()).abs().max().item():.3g} (largest value {wanted.abs().max().item():.3g})'
-            if found.shape == wanted.shape else f'in shape: {tuple(found.shape)}, computed {tuple(wanted.shape)}')
-    return (f'{value.call.step.name}: the stored output {value.text} of sample {value.keys[index].hex()} differs from the computed one '
-            f'{size}. It is not reused any more. Clear the cache; if it happens again, what this module computes depends on '
-            'something that is not in the key: please report it')
-
-
-def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Equal within the noise that batch composition makes."""
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
-        return False
-    if not found.is_floating_point():
-        return torch.equal(found, wanted)
-    noise = TOLERANCE.get(found.dtype, 0.0) * wanted.abs().max().double() if wanted.numel() else 0.0
-    return bool(((found.double() - wanted.double()).abs() <= noise).all())

@@ -238,7 +238,7 @@ FAMILIES: dict[str, Callable[[], Native]] = {
             text_config=TEXT | EXPERTS | dict(head_dim=8, rope_parameters=MROPE),
             audio_config=AUDIO_TOWER | dict(n_window=50, n_window_infer=100, output_dim=16, downsample_hidden_size=8),
             vision_config=QWEN_TOWER | dict(num_position_embeddings=64, deepstack_visual_indexes=[0, 1])),
-        [[START, *[IMAGE] * 4, END, *[AUDIO] * 15], [START, *[IMAGE] * 8, END, *[AUDIO] * 13], [START, *[IMAGE] * 8, END, *[AUDIO] * 17]],
+        [[START, *[IMAGE] * images, END, *[AUDIO] * clips] for images, clips in ((4, 15), (8, 13), (8, 17))],
         {'pixel_values': [(16, 96), (32, 96), (32, 96)], 'image_grid_thw': [[[1, 4, 4]], [[1, 4, 8]], [[1, 8, 4]]],
          **_frames(110, 100, 130, most=130)},
         {'visual': 'packed patches', 'audio_tower': 'audio lengths'}, trained=('model', 'lm_head'), audio_token_id=AUDIO,
