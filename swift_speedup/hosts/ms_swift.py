@@ -43,6 +43,7 @@ def hook(prepared: Callable[[Any, Any], None]) -> None:
         method = mixin._prepare_gradient_checkpointing
     except (ImportError, AttributeError) as missing:
         raise HostError(f'cannot hook into the installed ms-swift ({missing}); versions 3.12.6 to 4.6.0 are supported') from missing
+    importlib.import_module('.florence2', __package__).register()  # imports ms-swift: not before it is needed
     original = getattr(method, _HOOKED, method)
 
     @functools.wraps(original)

@@ -163,12 +163,12 @@ class Call:
         self._last = wanted, flatten(output)[1]
         return output
 
-    def shape_marks(self) -> set:
-        """What must have been seen before the shapes of outputs are known: sizes of samples, or, where a mask or positions may decide
-        how many rows an output has, the samples themselves."""
+    def shape_marks(self) -> Sequence:
+        """Of each sample, what must have been seen before the shapes of outputs are known: its size, or, where a mask or positions may
+        decide how many rows an output has, the sample itself."""
         deciding = any(not tensor.is_floating_point() and name not in (*SIZES, *self._ignored)
                        for place, (name, tensor) in enumerate(self._named()) if place not in self._parents)
-        return set(self.keys) if deciding and self.layout.rows_may_vary else self.layout.distinct()
+        return self.keys if deciding and self.layout.rows_may_vary else self.layout.marks()
 
     def forget(self) -> None:
         """What :meth:`rows` keeps for the next output of the same samples."""

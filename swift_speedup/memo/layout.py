@@ -28,12 +28,12 @@ class Layout(abc.ABC):
         return len(self.sizes)
 
     def spread(self) -> tuple[int, int]:
-        """The sizes of the smallest and the largest sample, where these may matter to each other."""
-        return (min(self.sizes), max(self.sizes)) if self.rows_may_vary else (0, 0)
+        """The sizes of the smallest and the largest sample, where samples are padded to the largest."""
+        return 0, 0
 
-    def distinct(self) -> set[int]:
-        """The sizes that must have been seen before the shape of an output is known."""
-        return set(self.sizes)
+    def marks(self) -> tuple[int, ...]:
+        """Of each sample, the size that must have been seen before the shape of an output is known."""
+        return self.sizes
 
     def absent(self, name: str) -> Optional[bytes]:
         """What an argument that was passed as ``None`` stands for; ``None``: nothing special."""
@@ -72,8 +72,8 @@ class Layout(abc.ABC):
         """Views of an output of the call with the samples ``indices``, one per sample. Raises ``NotSplittable``."""
 
     @abc.abstractmethod
-    def join(self, spec: Spec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The output of the whole call from the parts of all samples; shares no storage with them."""
+    def join(self, spec: Spec, parts: Sequence[torch.Tensor], into: torch.Tensor) -> torch.Tensor:
+        """``into``, filled with the output of the whole call from the parts of all samples."""
 
     @abc.abstractmethod
     def respec(self, spec: Spec, before: Sequence[int], after: Sequence[int]) -> Optional[Spec]:
@@ -118,8 +118,8 @@ class Single(Layout):
     def cut(self, spec, leaf, indices):
         return [leaf]
 
-    def join(self, spec, parts):
-        return parts[0].clone()
+    def join(self, spec, parts, into):
+        return into.copy_(parts[0])
 
     def respec(self, spec, before, after):
         return tuple(after)
@@ -141,18 +141,22 @@ class Rows(Layout):
     convolutions leave of each sample (audio). Output rows lie along dimension 0, or 1 when dimension 0 has size 1.
 
     ``boundaries`` names arguments such as ``cu_seqlens`` that hold positions between rows. ``cropped`` maps names to functions
-    ``(sample, i) -> part of it that is no padding``.
+    ``(sample, i) -> part of it that is no padding``. ``padded``: the tower pads samples to the largest.
     """
 
     def __init__(self, convention: str, counts: Sequence[int], axes: dict[str, int], boundaries: Sequence[str] = (),
-                 crop: Optional[dict[str, Callable[[torch.Tensor, int], torch.Tensor]]] = None):
+                 crop: Optional[dict[str, Callable[[torch.Tensor, int], torch.Tensor]]] = None, padded: bool = False):
         self.convention = convention
         self.sizes = tuple(counts)
         self._axes = axes  # of inputs whose rows are not found by their number
         self._boundaries = tuple(boundaries)
         self._crop = crop or {}
+        self._padded = padded or bool(crop)
         self._total = sum(counts)
         self._starts = [sum(self.sizes[:place]) for place in range(len(self.sizes))]
+
+    def spread(self):
+        return (min(self.sizes), max(self.sizes)) if self._padded else (0, 0)
 
     def _role(self, name: str, tensor: torch.Tensor) -> tuple[str, int]:
         if name in self._boundaries:
@@ -223,8 +227,10 @@ class Rows(Layout):
             raise NotSplittable(f'an output of shape {tuple(leaf.shape)} for samples that should have {counts} rows')
         return list(leaf.split(counts, axis))
 
-    def join(self, spec, parts):
-        return torch.cat(list(parts), spec[0])
+    def join(self, spec, parts, into):
+        if sum(part.shape[spec[0]] for part in parts) != into.shape[spec[0]]:
+            raise NotSplittable(f'stored parts with {[part.shape[spec[0]] for part in parts]} rows make up no {tuple(into.shape)}')
+        return torch.cat(list(parts), spec[0], out=into)
 
     def respec(self, spec, before, after):
         axis, rule, lead, _ = spec

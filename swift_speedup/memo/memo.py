@@ -5,6 +5,7 @@ Knows calls, values and entries; knows no modules and no storage.
 import random
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Optional
@@ -23,7 +24,9 @@ from .deferred import Deferred
 from .key import NotKeyable
 from .layout import Single
 from .split import layout_of
-from .value import Leaf, Value
+from .value import Leaf, Value, form_of
+
+_REMEMBERED = 1 << 20  # samples
 
 
 class _Thread(threading.local):
@@ -46,6 +49,7 @@ class Memo:
         # Trail of a value of which a sample alone equals its part of the batch -> in batches of which smallest and largest sample.
         self._verified: dict[tuple, list[tuple[int, int]]] = {}
         self._refused: set[tuple] = set()
+        self._kept: OrderedDict[bytes, None] = OrderedDict()  # the last samples that were stored: they are probably still there
         self._rates: dict[tuple, float] = {}  # seconds per unit of work that computing a value took
 
     def evaluate(self, step: Step, run: Run, args: tuple, kwargs: dict, mode: bytes) -> Any:
@@ -103,23 +107,27 @@ class Memo:
         """Outputs without running anything; ``None`` when their shapes are not known or nothing is proved yet."""
         if not call.step.purity.verified(call.mode):
             return None
-        outputs = {self._outputs.get((call.form, size)) for size in call.shape_marks()}
-        if None in outputs:
-            outputs = {self._learnt(call)}
+        marks = call.shape_marks()
+        outputs = {self._outputs.get((call.form, mark)) for mark in marks}
+        if None in outputs and self._learnt_from_some(call, marks):
+            outputs = {self._outputs.get((call.form, mark)) for mark in marks}
         return self._answer(call, *outputs.pop()) if len(outputs) == 1 and None not in outputs else None
 
-    def _learnt(self, call: Call) -> Optional[tuple]:
-        """Structure and specs of the outputs of a call with new shapes, from running each of its different samples once."""
-        indices = sorted({key: index for index, key in reversed(list(enumerate(call.keys)))}.values())
-        layout = call.layout.only(indices) if self._dedup else None
-        if layout is None or len(indices) == len(call.layout):
-            return None
+    def _learnt_from_some(self, call: Call, marks: Sequence) -> bool:
+        """Learn what outputs look like from running the samples that will be missed anyway, if those are not all."""
+        first = {key: index for index, key in reversed(list(enumerate(call.keys)))} if self._dedup else {}
+        wanted = [index for index, key in enumerate(call.keys) if first.get(key, index) == index and not (
+            (call.form, marks[index]) in self._outputs and call.root.keys[index] in self._kept)]
+        indices = call.layout.closure(wanted)
+        layout = call.layout.only(indices) if 0 < len(indices) < len(call.layout) else None
+        if layout is None:
+            return False
         structure, leaves = flatten(call.answer(indices))
-        return self._learn(call, structure, tuple((layout.spec(leaf), leaf.dtype, leaf.device) for leaf in leaves))
+        self._learn(call, [marks[index] for index in indices], structure, [(layout.spec(leaf), *form_of(leaf)) for leaf in leaves])
+        return True
 
-    def _learn(self, call: Call, structure: Any, specs: tuple) -> tuple:
-        self._outputs.update({(call.form, size): (structure, specs) for size in call.shape_marks()})
-        return structure, specs
+    def _learn(self, call: Call, marks: Sequence, structure: Any, specs: Sequence[tuple]) -> None:
+        self._outputs.update({(call.form, mark): (structure, tuple(specs)) for mark in marks})
 
     def _answer(self, call: Call, structure: Any, leaves: Sequence[tuple]) -> Any:
         return rebuild(structure, [Deferred(Leaf(call, number, *leaf, self._settle)) for number, leaf in enumerate(leaves)])
@@ -132,12 +140,13 @@ class Memo:
             return output
         try:
             structure, leaves = flatten(output)
-            specs = tuple((call.layout.spec(leaf), leaf.dtype, leaf.device) for leaf in leaves)
+            specs = [(call.layout.spec(leaf), *form_of(leaf)) for leaf in leaves]
         except (NotSplittable, UnknownStructure) as reason:
             self._refuse(call, str(reason))
             return output
         call.outputs = leaves
-        return self._answer(call, *self._learn(call, structure, specs))
+        self._learn(call, call.shape_marks(), structure, specs)
+        return self._answer(call, structure, specs)
 
     def _settle(self, value: Value) -> torch.Tensor:
         """The real tensor behind ``value``."""
@@ -243,7 +252,7 @@ class Memo:
             self._keep(value, {index: parts[index] for index in missing})
         device = value.device
         ordered = [parts[source.get(index, index)].to(device, non_blocking=True) for index in range(len(value.layout))]
-        real = value.layout.join(value.spec, ordered)
+        real = value.layout.join(value.spec, ordered, value.empty())
         if tuple(real.shape) != value.shape or real.dtype != value.dtype:
             raise NotSplittable(f'parts make up {real.dtype} {tuple(real.shape)}, expected {value.dtype} {value.shape}')
         self._count(value, source)
@@ -292,8 +301,11 @@ class Memo:
         try:
             for index, part in parts.items():
                 self._store.put(value.keys[index], Entry(_owned(part)))
+                self._kept[value.call.root.keys[index]] = None
         except Exception as trouble:
             self._trouble(value.call.step, trouble)
+        while len(self._kept) > _REMEMBERED:
+            self._kept.popitem(last=False)
         stats, store = self._stats, self._store
         stats.stored_samples, stats.stored_bytes, stats.evicted = len(store), store.nbytes, store.evicted
 

@@ -92,7 +92,7 @@ def _packed_lengths(arguments: Arguments, packing: Sequence[int]) -> Optional[La
     for name, tensor in zip(arguments.names, arguments.tensors):
         axes = [axis for axis, size in enumerate(tensor.shape) if size == sum(counts)]
         if tensor.is_floating_point() and axes:
-            return Rows('audio lengths', counts, {name: axes[-1]}, _present(arguments, _BOUNDARIES))
+            return Rows('audio lengths', counts, {name: axes[-1]}, _present(arguments, _BOUNDARIES), padded=True)
     return None
 
 

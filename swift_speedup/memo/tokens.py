@@ -79,8 +79,8 @@ class Tokens(Layout):
         part = part if part.shape[1] == 1 else part[:, positions]
         return _pattern_of(part) if name == MASK else part
 
-    def distinct(self):
-        return {0}  # outputs have the form (batch, tokens, ...) whatever the lengths
+    def marks(self):
+        return (0,) * len(self)  # outputs have the form (batch, tokens, ...) whatever the lengths
 
     def absent(self, name):
         return self._pattern if name == MASK else None
@@ -123,13 +123,13 @@ class Tokens(Layout):
             return [leaf[place, self._positions[index]] for place, index in enumerate(indices)]
         return [leaf[picked.index(self._rows[index]), self._positions[index]] for index in indices]
 
-    def join(self, spec, parts):
+    def join(self, spec, parts, into):
         if self._whole:
-            return torch.stack(list(parts))
-        joined = parts[0].new_zeros(self.shape(spec))
+            return torch.stack(list(parts), out=into)
+        into.zero_()
         for row, positions, part in zip(self._rows, self._positions, parts):
-            joined[row, positions] = part
-        return joined
+            into[row, positions] = part
+        return into
 
     def respec(self, spec, before, after):
         return tuple(after[2:]) if tuple(after[:2]) == tuple(before[:2]) else None

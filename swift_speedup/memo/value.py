@@ -16,13 +16,15 @@ class Value:
     See ``deferred.Value``.
     """
 
-    def __init__(self, call: Call, spec: Spec, dtype: torch.dtype, device: torch.device, settle: Callable[['Value'], torch.Tensor]):
+    def __init__(self, call: Call, spec: Spec, dtype: torch.dtype, device: torch.device, settle: Callable[['Value'], torch.Tensor],
+                 strides: Optional[Sequence[int]] = None):
         self.call = call
         self.layout = call.layout
         self.spec = spec
         self.shape = self.layout.shape(spec)
         self.dtype = dtype
         self.device = device
+        self.strides = strides
         self.known: Optional[torch.Tensor] = None
         self._computed: Optional[torch.Tensor] = None  # for a further call, not yet kept
         self._settle = settle
@@ -69,6 +71,12 @@ class Value:
     def _from_whole(self) -> Optional[torch.Tensor]:
         raise NotImplementedError
 
+    def empty(self, device: Optional[torch.device] = None) -> torch.Tensor:
+        """Laid out in memory as the real tensor would be: kernels may order sums by that."""
+        if self.strides is None or _overlaps(self.shape, self.strides):
+            return torch.empty(self.shape, dtype=self.dtype, device=device or self.device)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device or self.device)
+
     def parts(self, indices: Sequence[int]) -> dict[int, torch.Tensor]:
         """Compute these samples, and those that cannot be separated from them."""
         indices = self.layout.closure(indices)
@@ -76,7 +84,7 @@ class Value:
 
     def moved(self, func: Callable, args: tuple, kwargs: dict) -> Optional['Value']:
         try:
-            after = func(torch.empty(self.shape, dtype=self.dtype, device='meta'), *args, **kwargs)
+            after = func(self.empty(_META), *args, **kwargs)
         except Exception:  # the real call tells the user what is wrong
             return None
         name = func.__name__
@@ -86,10 +94,10 @@ class Value:
             return None
         if name in _COPIES:
             same = after.dtype == self.dtype
-            return Copied(self, spec, after.dtype, '' if same else f' {after.dtype}', lambda tensor: func(tensor, *args, **kwargs))
+            return Copied(self, spec, after, '' if same else f' {after.dtype}', lambda tensor: func(tensor, *args, **kwargs))
         if name in _RESHAPES:
-            return Moved(self, spec, self.dtype, f' reshape{spec}', lambda tensor: self.layout.reshape(spec, tensor))
-        return Moved(self, spec, after.dtype, f' {name}{args}{kwargs}', lambda tensor: func(tensor, *args, **kwargs))
+            return Moved(self, spec, after, f' reshape{spec}', lambda tensor: self.layout.reshape(spec, tensor))
+        return Moved(self, spec, after, f' {name}{args}{kwargs}', lambda tensor: func(tensor, *args, **kwargs))
 
     def _spec_after(self, name: str, args: tuple, kwargs: dict, after: tuple[int, ...]) -> Optional[Spec]:
         fixed = self.layout.fixed(self.spec)
@@ -114,6 +122,31 @@ class Value:
         return all(item == slice(None) for item in index[:fixed])
 
 
+def form_of(leaf: torch.Tensor) -> tuple[torch.dtype, torch.device, tuple[int, ...]]:
+    """What a ``Leaf`` must know of an output beside its spec; the last: its dimensions, the one with the longest strides first."""
+    return leaf.dtype, leaf.device, tuple(sorted(range(leaf.dim()), key=lambda axis: -leaf.stride(axis)))
+
+
+def _dense(shape: Sequence[int], order: Sequence[int]) -> list[int]:
+    strides, step = [0] * len(shape), 1
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= max(1, shape[axis])
+    return strides
+
+
+def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may share a place in memory, as after ``expand``."""
+    reach = 0  # of all dimensions with shorter strides
+    for stride, size in sorted(zip(strides, shape)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+_META = torch.device('meta')
 _COPIES = ('detach', 'contiguous', 'clone', 'to', 'type', 'float', 'half', 'bfloat16')
 _RESHAPES = ('reshape', 'view', 'flatten', 'squeeze', 'unsqueeze')
 
@@ -121,9 +154,9 @@ _RESHAPES = ('reshape', 'view', 'flatten', 'squeeze', 'unsqueeze')
 class Leaf(Value):
     """Output ``number`` of a call."""
 
-    def __init__(self, call: Call, number: int, spec: Spec, dtype: torch.dtype, device: torch.device,
+    def __init__(self, call: Call, number: int, spec: Spec, dtype: torch.dtype, device: torch.device, order: tuple[int, ...],
                  settle: Callable[[Value], torch.Tensor]):
-        super().__init__(call, spec, dtype, device, settle)
+        super().__init__(call, spec, dtype, device, settle, _dense(call.layout.shape(spec), order))
         self._number = number
         self.text = f'{number}'
         self.trail = (*call.trail, number)
@@ -139,10 +172,10 @@ class Leaf(Value):
 
 
 class Moved(Value):
-    """``parent`` with rows and columns moved by ``replay``, which ``text`` describes."""
+    """``parent`` with rows and columns moved by ``replay``, which ``text`` describes. ``after``: what that makes of an empty one."""
 
-    def __init__(self, parent: Value, spec: Spec, dtype: torch.dtype, text: str, replay: Callable[[torch.Tensor], torch.Tensor]):
-        super().__init__(parent.call, spec, dtype, parent.device, parent._settle)
+    def __init__(self, parent: Value, spec: Spec, after: torch.Tensor, text: str, replay: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__(parent.call, spec, after.dtype, parent.device, parent._settle, after.stride())
         self._parent = parent
         self._replay = replay
         self.text = parent.text + text

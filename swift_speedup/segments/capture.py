@@ -3,7 +3,7 @@
 A layer that is looked up does not run, so its own hooks are told here; what hooks inside it would collect cannot be had without
 running it.
 """
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,15 +15,20 @@ except ImportError:  # before transformers 5 models collect in their own loops
     _collector = None
 
 HOOK = 'output_capturing_hook'
-_OF_LAYERS = {'hidden_states', '_hidden_states_layers'}
+_KEY = 'key'  # the hook's own name for what it collects
 
 
 def needs_insides(module: nn.Module) -> bool:
     """Whether something is being collected that only running ``module`` yields: attention weights, states of layers inside it."""
     wanted = set(_collector.get() or ()) if _collector is not None else set()
-    return bool(wanted - _OF_LAYERS or wanted and any(
-        getattr(hook, '__name__', '') == HOOK for part in module.modules() if part is not module
-        for hook in part._forward_hooks.values()))
+    return bool(wanted) and any(
+        getattr(hook, '__name__', '') == HOOK and _collects(hook, wanted) for part in module.modules() if part is not module
+        for hook in part._forward_hooks.values())
+
+
+def _collects(hook: Callable, wanted: set[str]) -> bool:
+    own = dict(zip(hook.__code__.co_freevars, hook.__closure__ or ()))
+    return _KEY not in own or own[_KEY].cell_contents in wanted
 
 
 def tell(module: nn.Module, args: tuple, output: Any) -> None:

@@ -47,11 +47,11 @@ def test_types_of_text_tokens_are_no_part_of_an_images_key_unless_the_tower_read
 
 
 def test_a_sample_is_checked_again_beside_a_larger_one_than_before():
-    def padded(patches, grid_thw):  # what a sample comes out as depends on the largest of its batch
-        return patches * grid_thw.prod(-1).max()
+    def padded(frames, feature_lens):  # what a sample comes out as depends on the largest of its batch
+        return frames * feature_lens.max()
     rig = Rig(function=padded)
-    small, large = (PATCHES[:4], GRID[:1]), (PATCHES[4:12], GRID[1:2])
-    both = torch.cat([small[0], large[0]]), GRID[:2]
+    small, large = (PATCHES[:4], torch.tensor([4])), (PATCHES[4:12], torch.tensor([8]))
+    both = torch.cat([small[0], large[0]]), torch.tensor([4, 8])
     for batch in (small, large, small, both, both, small, large):
-        assert torch.equal(rig.evaluate(batch[0], grid_thw=batch[1]), padded(*batch))
+        assert torch.equal(rig.evaluate(batch[0], feature_lens=batch[1]), padded(*batch))
     assert rig.step.whole and 'differs from its rows' in rig.step.note and rig.stats.errors == 0
