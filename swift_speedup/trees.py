@@ -32,6 +32,11 @@ def _children(value: Any) -> Optional[list]:
     return None
 
 
+def version(tensor: torch.Tensor) -> int:
+    """Counts writes into a tensor; tensors of inference mode count none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def carries_grad(value: Any) -> bool:
     """Whether a gradient may have to flow into ``value``: some tensor in it requires grad, or its inside cannot be told."""
     return _carries_grad(value, 0, set())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Optional, Protocol
 
 import torch
 
-from ..trees import flatten
+from ..trees import flatten, version
 from .arguments import Arguments, NotSplittable
 from .cost import Cost
 from .fingerprint import Fingerprint
@@ -138,11 +138,11 @@ class Call:
     def run_whole(self) -> Any:
         """Really run the call as it came."""
         own = [tensor for place, tensor in enumerate(self.arguments.tensors) if place not in self._parents]
-        before = [tensor._version for tensor in own]
+        before = [_state(tensor) for tensor in own]
         tensors = [self._parents[place].known_or_computed() if place in self._parents else tensor
                    for place, tensor in enumerate(self.arguments.tensors)]
         output = self._execute(self, range(len(self.layout)), *self.arguments.with_tensors(tensors))
-        if [tensor._version for tensor in own] != before:
+        if [_state(tensor) for tensor in own] != before:
             self.step.purity.forbid(self.mode, 'it writes into its arguments')
         return output
 
@@ -183,6 +183,11 @@ class Call:
         if len(set(indices)) < len(indices) and self.root is self and tensor is self.arguments.tensors[0]:
             picked = _altered(picked, tensor)
         return picked
+
+
+def _state(tensor: torch.Tensor) -> int | bytes:
+    """Another one after a write into the tensor."""
+    return content(tensor) if tensor.is_inference() else version(tensor)
 
 
 def _altered(doubled: torch.Tensor, once: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from typing import Optional
 
 import torch
 
+from ..trees import version
 from .key import Digest
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
@@ -32,7 +33,7 @@ class Fingerprint:
         tensors = self._tensors()
         if all(tensor.device.type == 'cpu' for _, tensor in tensors):
             return _content(tensors)
-        stamp = tuple((name, id(tensor), tensor.data_ptr(), tensor._version) for name, tensor in tensors)
+        stamp = tuple((name, id(tensor), tensor.data_ptr(), version(tensor)) for name, tensor in tensors)
         sums = _checksums(tensors)
         if stamp != self._stamp or self._sums is None or not torch.equal(sums, self._sums):
             self._weights_digest = _content(tensors)

@@ -51,6 +51,7 @@ class Memo:
         self._refused: set[tuple] = set()
         self._kept: OrderedDict[bytes, None] = OrderedDict()  # the last samples that were stored: they are probably still there
         self._rates: dict[tuple, float] = {}  # seconds per unit of work that computing a value took
+        self.kept_bytes: dict[tuple[str, str], list[int]] = {}  # (step, its output) -> number and bytes of samples that were stored
 
     def evaluate(self, step: Step, run: Run, args: tuple, kwargs: dict, mode: bytes) -> Any:
         """The output of ``run(args, kwargs)``; its tensors are computed, or looked up, when they are used.
@@ -298,10 +299,13 @@ class Memo:
         if not self._store.keeps:
             return
         self._rates[value.trail] = sum(call.seconds for call in value.call.calls())
+        counted = self.kept_bytes.setdefault((value.call.step.name, value.text), [0, 0])
         try:
             for index, part in parts.items():
                 self._store.put(value.keys[index], Entry(_owned(part)))
                 self._kept[value.call.root.keys[index]] = None
+                counted[0] += 1
+                counted[1] += part.nbytes
         except Exception as trouble:
             self._trouble(value.call.step, trouble)
         while len(self._kept) > _REMEMBERED:

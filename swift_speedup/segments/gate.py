@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from ..trees import version
 from . import state
 
 
@@ -160,4 +161,4 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _buffer_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
+    return {name: (id(buffer), version(buffer)) for name, buffer in module.named_buffers()}

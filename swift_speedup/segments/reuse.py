@@ -84,8 +84,14 @@ class Reuse:
             return active_randomness(path, module)
 
     def remarks(self) -> list[str]:
-        return [f'{step.name}: only whole calls that repeat are reused, because {step.note}' for step in self._steps.values()
-                if step.whole]
+        whole = [f'{step.name}: only whole calls that repeat are reused, because {step.note}' for step in self._steps.values()
+                 if step.whole]
+        return whole + [f'{name}: output {output} is kept, {size / count / 1024:,.1f} KiB per sample'
+                        for (name, output), (count, size) in self._memo.kept_bytes.items() if count]
+
+    def kept(self) -> list[str]:
+        """What the stored entries are: outputs of which modules."""
+        return list(dict.fromkeys(name for (name, _), (count, _) in self._memo.kept_bytes.items() if count))
 
     def _step(self, module: nn.Module, entry: str) -> Step:
         step = self._steps.get((module, entry))

@@ -318,6 +318,6 @@ def test_answers_with_places_become_json(host, florence):
     inputs = template.encode({'messages': [{'role': 'user', 'content': '<image><OD>'}], 'images': [Image.new('RGB', (1000, 1000))]},
                              return_template_inputs=True)['template_inputs']
     answer = json.loads(template.decode_generate_ids(ids, template_inputs=inputs))
-    assert answer == {'<OD>': {'bboxes': [[1.5, 2.5, 3.5, 4.5]], 'labels': ['cat']}}
+    assert answer == {'<OD>': {'bboxes': [[1, 2, 3, 4]], 'labels': ['cat']}}
     inputs.query = 'What is it?'
     assert template.decode_generate_ids(ids, template_inputs=inputs) == 'cat<loc_1><loc_2><loc_3><loc_4>'

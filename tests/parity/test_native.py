@@ -1,9 +1,9 @@
 """Native transformers families with a frozen tower and aligner: same training from the cache, and how each family's calls are read."""
 import pytest
 import torch
-from parity import native
 from parity.harness import assert_close, assert_same, counted_forwards, prepare, train, twins
-from parity.test_reuse import quiet
+from toys import native
+from toys.native import quiet
 
 from swift_speedup import MyModel
 from swift_speedup.memo.memo import Memo

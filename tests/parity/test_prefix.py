@@ -6,9 +6,9 @@ import torch
 from parity import families, tunings
 from parity.families import IMAGES, SMALL_VOCABULARY
 from parity.harness import assert_close, lora, prepare, train, twins
-from parity.test_reuse import quiet
 from toys import models
 from toys.models import Sample
+from toys.native import quiet
 
 from swift_speedup import AuditError, MyModel
 

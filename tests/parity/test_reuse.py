@@ -6,6 +6,7 @@ from parity import families, tunings
 from parity.harness import CHECKPOINTING, assert_close, assert_same, counted_forwards, prepare, train, twins
 from parity.test_matrix import UNTRAINED_ALONE
 from torch import nn
+from toys.native import quiet
 
 from swift_speedup import MyModel
 from swift_speedup.graph.frontier import is_frozen
@@ -15,19 +16,6 @@ CASES = [(family, tuning) for family in families.FAMILIES
          if family != 't5'  # its blocks answer with a position bias that all samples share; see below
          for tuning in ('lower layers frozen', 'adapters on the upper half',
                         *(tunings.VISUAL if family in families.VISUAL else ()))]
-
-
-def quiet(case):
-    """Without dropout, which would forbid reuse."""
-    for module in case.model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ('dropout' in name or 'drop_prob' in name):
-                setattr(module, name, 0.0)
-    for config in (case.model.config, case.model.config.get_text_config()):
-        config.use_cache = False  # as ms-swift and the Trainer set it with checkpointing
-    return case
 
 
 def reusable(case):

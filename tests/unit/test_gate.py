@@ -107,7 +107,8 @@ def test_samples_that_depend_on_their_batch_are_reused_with_it_only():
     for seed in (0, 0, 0, 1, 0):
         call(model, seed)
     assert model.speedup.stats.hits == 2
-    (remark,) = [remark for remark in model.speedup.plan.remarks if remark.startswith('0: ')]
+    remark, kept = [remark for remark in model.speedup.plan.remarks if remark.startswith('0: ')]
+    assert kept.startswith('0: output 0 is kept, ') and kept.endswith(' KiB per sample')
     assert 'only whole calls that repeat are reused' in remark and 'differs from its rows in the batch' in remark
 
 

@@ -55,3 +55,22 @@ def test_a_sample_is_checked_again_beside_a_larger_one_than_before():
     for batch in (small, large, small, both, both, small, large):
         assert torch.equal(rig.evaluate(batch[0], feature_lens=batch[1]), padded(*batch))
     assert rig.step.whole and 'differs from its rows' in rig.step.note and rig.stats.errors == 0
+
+
+def test_calls_in_inference_mode_are_looked_up_too():
+    rig = Rig()
+    with torch.inference_mode():
+        for _ in range(2):
+            found = rig.packed(PATCHES.clone())
+            assert torch.equal(found['features'], PATCHES * 2)
+    assert torch.equal(rig.packed()['features'].requires_grad_() + 1, PATCHES * 2 + 1)
+    assert rig.stats.hits == 6 and rig.stats.errors == 0
+
+
+def test_writes_into_arguments_are_seen_in_inference_mode_too():
+    def writing(patches, grid_thw):
+        return patches.mul_(2)
+    rig = Rig(function=writing)
+    with torch.inference_mode():
+        rig.packed(PATCHES.clone())
+    assert rig.purity.refusal(b'mode') == 'it writes into its arguments'

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import transformers
@@ -76,6 +77,24 @@ class Native:
         kinds = {IMAGE: 1, VIDEO: 2, AUDIO: 3}
         types = {self.types: sum((ids == mark) * kind for mark, kind in kinds.items())} if self.types else {}
         return media | types | self.per_token(ids) | {'input_ids': ids, 'attention_mask': mask, 'labels': labels}
+
+
+def quiet(case: Any) -> Any:
+    """``case.model`` without dropout, which would forbid reuse, and without a cache of keys and values."""
+    for module in case.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ('dropout' in name or 'drop_prob' in name):
+                setattr(module, name, 0.0)
+    for config in (case.model.config, case.model.config.get_text_config()):
+        config.use_cache = False  # as ms-swift and the Trainer set it with checkpointing
+    return case
+
+
+def class_names() -> set[str]:
+    """Of the models in the table."""
+    return {build.args[0] + build.keywords.get('head', 'ForConditionalGeneration') for build in FAMILIES.values()}
 
 
 def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
