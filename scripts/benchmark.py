@@ -5,9 +5,8 @@ import time
 from pathlib import Path
 
 import torch
-from bench import report
-from bench.arms import ARMS, make_arms, tower_call
-from toys import models
+from bench import report, subjects
+from bench.arms import ARMS, make_arms
 
 CHECKPOINTING = ('off', 'reentrant', 'non-reentrant')
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -15,9 +14,10 @@ DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch
 
 def main() -> int:
     options = parse_options()
-    arms = make_arms(options.arms, options.model, options.size, options.tuner, options.frozen_layers, options.checkpointing,
-                     options.device, DTYPES[options.dtype])
-    batches = [make_batch(options, index) for index in range(options.batches)]
+    subject = subjects.lookup(options.model, options.size)
+    arms = make_arms(options.arms, subject, options.tuner, options.frozen_layers, options.checkpointing, options.device,
+                     DTYPES[options.dtype])
+    batches = [make_batch(subject, options, index) for index in range(options.batches)]
     for arm in arms:
         torch.manual_seed(0)
         arm.warm_up(batches)
@@ -26,7 +26,8 @@ def main() -> int:
     report.show(times, peaks, f'{options.model} {options.size}, {options.tuner}, {options.image} px, '
                               f'checkpointing {options.checkpointing}, {options.device}')
     share = summary(times, tower_times)
-    columns = ('model', 'size', 'tuner', 'image', 'batch_size', 'text', 'frozen_layers', 'checkpointing', 'device', 'dtype')
+    columns = ('model', 'size', 'tuner', 'image', 'same_image', 'batch_size', 'text', 'frozen_layers', 'checkpointing', 'device',
+               'dtype')
     facts = {**report.environment(options.device), **{name: getattr(options, name) for name in columns}, 'tower_share': round(share, 4)}
     report.append_csv(Path(options.csv), times, peaks, facts)
     print(f'rows added to {options.csv}')
@@ -35,13 +36,14 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, epilog='; '.join(f'{name}: {text}' for name, text in ARMS.items()))
-    parser.add_argument('--model', default='qwen2_vl', choices=list(models.FAMILIES))
+    parser.add_argument('--model', default='qwen2_vl', choices=subjects.NAMES)
     parser.add_argument('--size', default='small', help='tiny, small or 2b (the real dimensions), where the model has it')
     parser.add_argument('--tuner', default='lora', choices=('lora', 'full'))
     parser.add_argument('--frozen-layers', type=int, default=0, help="freeze this many of the language model's first layers too")
     parser.add_argument('--image', type=int, default=448, help='pixels per side')
     parser.add_argument('--text', type=int, default=64, help='text tokens per sample')
     parser.add_argument('--batch-size', type=int, default=1)
+    parser.add_argument('--same-image', action='store_true', help='one image for all samples of a batch, as in GRPO')
     parser.add_argument('--batches', type=int, default=2, help='different batches per round')
     parser.add_argument('--rounds', type=int, default=8)
     parser.add_argument('--checkpointing', default='reentrant', choices=CHECKPOINTING)
@@ -57,29 +59,25 @@ def parse_options() -> argparse.Namespace:
         if getattr(options, name) < 1:
             parser.error(f'--{name.replace("_", "-")} {getattr(options, name)} is not positive')
     try:
-        family = models.lookup(options.model, options.size)
+        subject = subjects.lookup(options.model, options.size)
     except ValueError as error:
         parser.error(str(error))
-    possible = list(ARMS) if family.tower else ['stock', 'graph']
+    possible = list(ARMS) if subject.tower else ['stock', 'graph', 'cold', 'warm']
     options.arms = list(dict.fromkeys(['stock', *(options.arms or possible)]))
     if not set(options.arms) <= set(possible):
         parser.error(f'{options.model} has no tower: only the arms {", ".join(possible)}')
-    if family.tower and options.image % (family.patch * family.merge):
-        parser.error(f'--image {options.image} is not a multiple of {family.patch * family.merge}, which {options.model} needs')
+    if options.image % subject.multiple:
+        parser.error(f'--image {options.image} is not a multiple of {subject.multiple}, which {options.model} needs')
     return options
 
 
-def make_batch(options: argparse.Namespace, index: int) -> dict[str, torch.Tensor]:
-    family = models.FAMILIES[options.model]
-    side = options.image // family.patch
-    sample = models.Sample(images=((1, side, side),) if family.tower else (), text=options.text)
-    batch = models.make_batch(options.model, [sample] * options.batch_size, seed=index)
-    kept = min(options.text + 1, batch['labels'].shape[1])  # as ms-swift does: no logits where there are no labels
-    batch |= {'logits_to_keep': kept, 'labels': batch['labels'][:, -kept:]}
-    moved = {name: value.to(options.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    if family.tower:
-        moved['pixel_values'] = moved['pixel_values'].to(DTYPES[options.dtype])
-    return moved
+def make_batch(subject: subjects.Subject, options: argparse.Namespace, index: int) -> dict[str, torch.Tensor]:
+    form = subjects.Form(options.image, options.text, options.batch_size, options.same_image)
+    batch = {name: value.to(options.device) if isinstance(value, torch.Tensor) else value
+             for name, value in subject.make_batch(form, index).items()}
+    if 'pixel_values' in batch:
+        batch['pixel_values'] = batch['pixel_values'].to(DTYPES[options.dtype])
+    return batch
 
 
 def measure(arms: list, batches: list, rounds: int, device: str) -> tuple[dict, dict, list]:
@@ -99,7 +97,7 @@ def measure(arms: list, batches: list, rounds: int, device: str) -> tuple[dict, 
             if arms[0].tower is not None:
                 started = begin(device)
                 with torch.no_grad():
-                    arms[0].tower(*tower_call(batch))
+                    arms[0].tower(*arms[0].subject.tower_call(batch))
                 tower_times.append(end(device) - started)
     return times, losses, tower_times
 

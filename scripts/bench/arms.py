@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from toys import models
 
 from swift_speedup import MyModel
 from swift_speedup.trees import flatten, rebuild
+
+from .subjects import Subject
 
 ARMS = {
     'stock': 'as ms-swift 4.6 runs it: frozen tower without a graph, evaluated at every step',
     'graph': 'swift_speedup with cache=off: graph skip only',
     'cold': 'swift_speedup, cache emptied before each step: every image is a miss',
     'warm': 'swift_speedup, every image is a hit',
-    'floor': 'stock with the tower replaced by its recorded outputs, for free',
+    'floor': 'stock with the tower and the frozen layers replaced by their recorded outputs, for free',
 }
 _GRAPH_ONLY = dict(cache='off', dedup=False)
 _OPTIONS = {'graph': _GRAPH_ONLY, 'cold': {}, 'warm': {}}
@@ -25,12 +26,14 @@ _OPTIONS = {'graph': _GRAPH_ONLY, 'cold': {}, 'warm': {}}
 class Arm:
     """One model with its optimizer. ``prepare_step`` is outside the clock, ``step`` is inside."""
 
-    def __init__(self, name: str, model: nn.Module, tower: nn.Module | None, options: Mapping | None):
+    def __init__(self, name: str, model: nn.Module, subject: Subject, tower: nn.Module | None, layers: Sequence[nn.Module],
+                 options: Mapping | None):
         self.name = name
         self.model = model
+        self.subject = subject
         self.tower = tower
+        self._layers = layers  # the frozen ones
         self.peak_bytes = 0
-        self._recorded: list = []
         self._now = 0
         self._optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
         if options is not None:
@@ -39,11 +42,24 @@ class Arm:
     def warm_up(self, batches: Sequence[Mapping]) -> None:
         """Fill the cache or record what the floor replays; every arm takes the same steps."""
         if self.name == 'floor':
-            with torch.no_grad():
-                self._recorded = [flatten(self.tower(*tower_call(batch))) for batch in batches]
-            self.tower.forward = lambda *args, **kwargs: rebuild(*self._recorded[self._now])
+            self._replay(batches)
         for index in range(len(batches)):
             self.step(index, batches[index])
+
+    def _replay(self, batches: Sequence[Mapping]) -> None:
+        recorded, last = [], self._layers[-1:]
+        with torch.no_grad():
+            towers = [flatten(self.tower(*self.subject.tower_call(batch))) for batch in batches]
+            hooks = [layer.register_forward_hook(lambda module, args, output: recorded.append(flatten(output))) for layer in last]
+            for batch in batches if last else ():
+                self.model(**batch)
+        for hook in hooks:
+            hook.remove()
+        self.tower.forward = lambda *args, **kwargs: rebuild(*towers[self._now])
+        for layer in self._layers[:-1]:
+            layer.forward = lambda hidden_states, *args, **kwargs: hidden_states
+        for layer in last:
+            layer.forward = lambda *args, **kwargs: rebuild(*recorded[self._now])
 
     def prepare_step(self) -> None:
         if self.name == 'cold':
@@ -59,49 +75,46 @@ class Arm:
         return loss.item()
 
 
-def tower_call(batch: Mapping) -> tuple:
-    return batch['pixel_values'], batch['image_grid_thw']
-
-
-def make_arms(names: Sequence[str], family: str, size: str, tuner: str, frozen_layers: int, checkpointing: str, device: str,
+def make_arms(names: Sequence[str], subject: Subject, tuner: str, frozen_layers: int, checkpointing: str, device: str,
               dtype: torch.dtype) -> list[Arm]:
     """Twins that share the storage of what is frozen, each prepared as ms-swift prepares a model for training.
 
     The first ``frozen_layers`` layers of the language model are frozen, with the embeddings when there are any.
     """
-    described = models.lookup(family, size)
-    model = models.build(family, size).to(device=device, dtype=dtype)
+    model = subject.build().to(device=device, dtype=dtype)
     model.config.use_cache = False
     if tuner == 'lora':
         model = get_peft_model(model, LoraConfig(r=8, lora_alpha=32, lora_dropout=0.05, target_modules=_targets(
-            model, described.layers, frozen_layers)))
+            model, subject, frozen_layers)))
     else:
-        _freeze(model, described, frozen_layers)
+        _freeze(model, subject, frozen_layers)
     frozen = [t for t in (*model.parameters(), *model.buffers()) if not t.requires_grad]
     arms = []
     for name in names:
         twin = copy.deepcopy(model, {id(tensor): tensor for tensor in frozen}).train()
-        tower = described.tower and _base(twin).get_submodule(described.tower)
+        tower = subject.tower and _base(twin).get_submodule(subject.tower)
+        layers = list(_base(twin).get_submodule(subject.layers))[:frozen_layers]
         _prepare(twin, tower, checkpointing)
         # With frozen layers the trainable part alone is what is left when their graph is skipped too.
         skipped = _GRAPH_ONLY if name == 'floor' and frozen_layers else None
-        arms.append(Arm(name, twin, tower, _OPTIONS.get(name, skipped)))
+        arms.append(Arm(name, twin, subject, tower, layers, _OPTIONS.get(name, skipped)))
     return arms
 
 
-def _targets(model: nn.Module, layers: str, frozen_layers: int) -> list[str]:
+def _targets(model: nn.Module, subject: Subject, frozen_layers: int) -> list[str]:
     """Paths of the linear layers in the language model's layers that are not frozen."""
-    pattern = re.compile(re.escape(layers) + r'\.(\d+)\.')
+    first = {subject.layers: frozen_layers} | dict.fromkeys(subject.adapted, 0)
+    pattern = re.compile(f'({"|".join(map(re.escape, first))})' r'\.(\d+)\.')
     found = {name: pattern.match(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return [name for name, match in found.items() if match and int(match.group(1)) >= frozen_layers]
+    return [name for name, match in found.items() if match and int(match.group(2)) >= first[match.group(1)]]
 
 
-def _freeze(model: nn.Module, described: models.Family, frozen_layers: int) -> None:
-    if described.tower is not None:
-        model.get_submodule(described.tower).requires_grad_(False)
+def _freeze(model: nn.Module, subject: Subject, frozen_layers: int) -> None:
+    for path in subject.frozen:
+        model.get_submodule(path).requires_grad_(False)
     if frozen_layers:
         model.get_input_embeddings().requires_grad_(False)
-        for layer in model.get_submodule(described.layers)[:frozen_layers]:
+        for layer in model.get_submodule(subject.layers)[:frozen_layers]:
             layer.requires_grad_(False)
 
 

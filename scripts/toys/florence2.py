@@ -13,6 +13,22 @@ _SPECIAL = ('<s>', '<pad>', '</s>', '<unk>', '<mask>')
 _FLORENCE = ('<image>', '<od>', '</od>', '<ocr>', '</ocr>', *(f'<loc_{place}>' for place in range(8)))
 _GENERATION = dict(bos_token_id=0, pad_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_bos_token_id=0,
                    forced_eos_token_id=2, num_beams=3, no_repeat_ngram_size=3, early_stopping=True)  # as the real checkpoints have them
+VOCABULARY, IMAGE_TOKEN = 51289, 51288  # of a model without a tokenizer
+STRIDES = {'tiny': 8, 'small': 32}  # pixels per position and side
+
+
+def _bart(width: int, layers: int, heads: int, positions: int) -> dict:
+    return dict(d_model=width, encoder_layers=layers, decoder_layers=layers, encoder_ffn_dim=4 * width, decoder_ffn_dim=4 * width,
+                encoder_attention_heads=heads, decoder_attention_heads=heads, max_position_embeddings=positions)
+
+
+SIZES = {
+    'tiny': (_bart(32, 2, 2, 256), dict(
+        depths=(1, 1), patch_size=(7, 3), patch_stride=(4, 2), patch_padding=(3, 1), patch_prenorm=(False, True), embed_dim=(8, 16),
+        num_heads=(2, 2), num_groups=(2, 2), window_size=4, projection_dim=32)),
+    'small': (_bart(256, 12, 4, 1024), dict(
+        depths=(1, 1, 9, 1), embed_dim=(64, 128, 256, 512), num_heads=(2, 4, 8, 16), num_groups=(2, 4, 8, 16), projection_dim=256)),
+}
 
 
 def save(folder: Path, texts: Sequence[str] = (), seed: int = 0, drop_path_rate: float = 0.1) -> Path:
@@ -29,14 +45,14 @@ def save(folder: Path, texts: Sequence[str] = (), seed: int = 0, drop_path_rate:
     return folder
 
 
-def build(vocabulary: int, image_token: int, seed: int = 0, drop_path_rate: float = 0.1) -> transformers.PreTrainedModel:
-    """The model in fp32; two stages of the vision tower, two layers in encoder and decoder."""
-    text = dict(vocab_size=vocabulary, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
-                encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=256, dropout=0.1,
+def build(vocabulary: int = VOCABULARY, image_token: int = IMAGE_TOKEN, seed: int = 0, drop_path_rate: float = 0.1,
+          size: str = 'tiny') -> transformers.PreTrainedModel:
+    """The model in fp32: ``tiny`` has two stages of the vision tower and two layers in encoder and decoder, ``small`` a quarter of
+    the width of Florence-2-large and all of its depth."""
+    text, vision = SIZES[size]
+    text = dict(vocab_size=vocabulary, dropout=0.1, **text,
                 **{name: _GENERATION[name] for name in ('bos_token_id', 'pad_token_id', 'eos_token_id', 'decoder_start_token_id')})
-    vision = dict(depths=(1, 1), patch_size=(7, 3), patch_stride=(4, 2), patch_padding=(3, 1), patch_prenorm=(False, True),
-                  embed_dim=(8, 16), num_heads=(2, 2), num_groups=(2, 2), window_size=4, projection_dim=32,
-                  drop_path_rate=drop_path_rate)
+    vision = dict(vision, drop_path_rate=drop_path_rate)
     torch.manual_seed(seed)
     model = transformers.Florence2ForConditionalGeneration(transformers.Florence2Config(
         text_config=text, vision_config=vision, image_token_id=image_token))

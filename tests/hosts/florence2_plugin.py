@@ -34,7 +34,7 @@ draws = []
 def _counted(forward):
     @functools.wraps(forward)
     def counted(self, hidden_states):
-        if self.training:
+        if self.training and self.drop_prob:
             draws.append(self.drop_prob)
         return forward(self, hidden_states)
     return counted
