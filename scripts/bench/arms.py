@@ -2,6 +2,7 @@
 import copy
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -17,7 +18,7 @@ ARMS = {
     'graph': 'swift_speedup with cache=off: graph skip only',
     'cold': 'swift_speedup, cache emptied before each step: every image is a miss',
     'warm': 'swift_speedup, every image is a hit',
-    'floor': 'stock with the tower and the frozen layers replaced by their recorded outputs, for free',
+    'floor': 'stock with the tower and the frozen layers (unless they have dropout) replaced by recorded outputs, for free',
 }
 _GRAPH_ONLY = dict(cache='off', dedup=False)
 _OPTIONS = {'graph': _GRAPH_ONLY, 'cold': {}, 'warm': {}}
@@ -47,7 +48,8 @@ class Arm:
             self.step(index, batches[index])
 
     def _replay(self, batches: Sequence[Mapping]) -> None:
-        recorded, last = [], self._layers[-1:]
+        replaced = [] if self.subject.dropout else self._layers  # random numbers are to be drawn as in the other arms
+        recorded, last = [], replaced[-1:]
         with torch.no_grad():
             towers = [flatten(self.tower(*self.subject.tower_call(batch))) for batch in batches]
             hooks = [layer.register_forward_hook(lambda module, args, output: recorded.append(flatten(output))) for layer in last]
@@ -55,11 +57,17 @@ class Arm:
                 self.model(**batch)
         for hook in hooks:
             hook.remove()
-        self.tower.forward = lambda *args, **kwargs: rebuild(*towers[self._now])
-        for layer in self._layers[:-1]:
+
+        def again(outputs: Sequence) -> Any:  # new tensors: autograd writes into those that leave a checkpointed function
+            structure, tensors = outputs[self._now]
+            return rebuild(structure, [tensor.detach() for tensor in tensors])
+        self.tower.forward = lambda *args, **kwargs: again(towers)
+        for layer in replaced:
+            layer.gradient_checkpointing = False  # there is nothing to compute again
+        for layer in replaced[:-1]:
             layer.forward = lambda hidden_states, *args, **kwargs: hidden_states
         for layer in last:
-            layer.forward = lambda *args, **kwargs: rebuild(*recorded[self._now])
+            layer.forward = lambda *args, **kwargs: again(recorded)
 
     def prepare_step(self) -> None:
         if self.name == 'cold':

@@ -32,6 +32,7 @@ class Subject:
     multiple: int = 1  # of pixels
     tower_inputs: tuple[str, ...] = ()
     adapted: tuple[str, ...] = ()
+    dropout: bool = False  # in the layers
 
     def tower_call(self, batch: Mapping[str, torch.Tensor]) -> tuple:
         return tuple(batch[name] for name in self.tower_inputs)
@@ -47,7 +48,7 @@ def lookup(name: str, size: str) -> Subject:
         return Subject(lambda: florence2.build(size=size, drop_path_rate=0.0),
                        lambda form, seed: _florence_batch(form, seed, florence2.STRIDES[size]), 'model.vision_tower',
                        ('model.vision_tower', 'model.multi_modal_projector'), f'{language}.encoder.layers', florence2.STRIDES[size],
-                       ('pixel_values',), (f'{language}.decoder.layers',))
+                       ('pixel_values',), (f'{language}.decoder.layers',), dropout=True)
     family = models.lookup(name, size)
     tower = () if family.tower is None else (family.tower,)
     return Subject(lambda: models.build(name, size), lambda form, seed: _qwen_batch(name, form, seed), family.tower, tower,
