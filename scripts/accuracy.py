@@ -1,11 +1,13 @@
-"""What is learned, with the plugin and without: a tiny Qwen2-VL reads handwritten digits after `swift sft`; ViT frozen, the rest trained.
+"""What is learned, with the plugin and without: a tiny Qwen2-VL reads handwritten digits after `swift sft`.
 
-Losses, evaluations during training, weights and the accuracy on digits that were held out are compared to the last digit.
+The ViT is frozen, the rest is trained. Losses, evaluations during training, weights and the accuracy on digits that were held out
+are compared to the last digit.
 """
 import argparse
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -19,11 +21,12 @@ from safetensors.torch import load_file
 from toys import digits, models, swift_run
 
 DOORS = {'stock': 'swift', 'speedup': 'swift-speedup'}
-BATCH = 16
-FLAGS = ['--model_type', 'qwen2_vl', '--template', 'qwen2_vl', '--tuner_type', 'full', '--freeze_vit', 'true', '--freeze_aligner', 'false',
-         '--learning_rate', '2e-2', '--per_device_train_batch_size', str(BATCH), '--gradient_accumulation_steps', '1',
-         '--eval_strategy', 'epoch', '--per_device_eval_batch_size', str(BATCH), '--save_strategy', 'epoch', '--save_total_limit', '1',
-         '--external_plugins', str(swift_run.RECORDER), *swift_run.CPU_FLAGS]
+SAMPLES, EPOCHS, BATCH = 640, 10, 8
+EVALUATIONS = 3  # during training
+FLAGS = ['--model_type', 'qwen2_vl', '--template', 'qwen2_vl', '--tuner_type', 'full', '--freeze_vit', 'true',
+         '--freeze_aligner', 'false', '--learning_rate', '3e-3', '--per_device_train_batch_size', str(BATCH),
+         '--gradient_accumulation_steps', '1', '--per_device_eval_batch_size', str(BATCH), '--eval_strategy', 'steps',
+         '--save_strategy', 'epoch', '--save_total_limit', '1', *swift_run.CPU_FLAGS]
 
 
 class Result(NamedTuple):
@@ -46,24 +49,31 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--samples', type=int, default=480, help='digits to train on')
+    parser.add_argument('--samples', type=int, default=SAMPLES, help='digits to train on')
     parser.add_argument('--held-out', type=int, default=300)
-    parser.add_argument('--epochs', type=int, default=12)
+    parser.add_argument('--epochs', type=int, default=EPOCHS)
     parser.add_argument('--output', default='accuracy_output', help='folder, emptied first')
     return parser.parse_args()
 
 
-def compare(folder: Path, samples: int, held_out: int, epochs: int) -> dict[str, Result]:
-    """Train and evaluate both arms, at the same time, one thread each. Raises ``RuntimeError`` with the log when a run fails."""
+def compare(folder: Path, samples: int, held_out: int, epochs: int, plugins: Sequence[Path] = ()) -> dict[str, Result]:
+    """Train and evaluate both arms, at the same time, one thread each. Raises ``RuntimeError`` with the log when a run fails.
+
+    ``plugins``: more files for the sped-up arm's ``--external_plugins``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     train, validation, rows = digits.write_digits(folder, samples, held_out)
     model = models.save(models.build('qwen2_vl'), 'qwen2_vl', folder / 'model', [digits.QUESTION] * 9)
-    flags = ['--model', str(model), '--dataset', str(train), '--val_dataset', str(validation), '--num_train_epochs', str(epochs), *FLAGS]
+    between = max(1, epochs * -(-samples // BATCH) // EVALUATIONS)
+    flags = ['--model', str(model), '--dataset', str(train), '--val_dataset', str(validation), '--num_train_epochs', str(epochs),
+             '--eval_steps', str(between), *FLAGS]
 
     def run(arm: str) -> Result:
         place = folder / arm
         place.mkdir()
-        arguments = swift_run.command(DOORS[arm], 'sft', *flags, '--output_dir', str(place / 'out'))
+        loaded = [swift_run.RECORDER, *(plugins if arm == 'speedup' else ())]
+        arguments = swift_run.command(
+            DOORS[arm], 'sft', *flags, '--output_dir', str(place / 'out'), '--external_plugins', *map(str, loaded))
         status = swift_run.run(arguments, swift_run.environment(place / 'record.jsonl', OMP_NUM_THREADS='1'), place / 'log')
         if status:
             log = (place / 'log').read_text(encoding='utf-8')
@@ -79,9 +89,9 @@ def read(place: Path, rows: list[digits.Digit]) -> Result:
     evaluations = [{name: row[name] for name in ('eval_loss', 'eval_token_acc')} for row in logged if 'eval_loss' in row]
     record = swift_run.read_record(place / 'record.jsonl')
     answers = predict(checkpoint, rows)
-    right = sum(answer == row.answer for answer, row in zip(answers, rows, strict=True))
+    right = sum(answer == row.answer for answer, row in zip(answers, rows, strict=True)) / len(rows)
     stats = record[-1].get('stats', {'hits': 0, 'misses': 0})
-    return Result([row['loss'] for row in record], evaluations, answers, right / len(rows), checkpoint, (stats['hits'], stats['misses']))
+    return Result([row['loss'] for row in record], evaluations, answers, right, checkpoint, (stats['hits'], stats['misses']))
 
 
 def predict(checkpoint: Path, rows: list[digits.Digit]) -> list[str]:
@@ -118,9 +128,8 @@ def report(results: dict[str, Result]) -> int:
     Console().print(table)
     agreed = same(results)
     print(', '.join(f'{name}: {"equal" if equal else "DIFFERENT"}' for name, equal in agreed.items()))
-    learned, reused = results['stock'].accuracy > 0.3, results['speedup'].reuse[0] > 0  # chance: 0.1
-    if not (all(agreed.values()) and learned and reused):
-        print('error: the two runs are not the same training, nothing was learned, or nothing was reused', file=sys.stderr)
+    if not all(agreed.values()) or results['stock'].accuracy < 0.3:  # chance: 0.1
+        print('error: the two runs are not the same training, or nothing was learned', file=sys.stderr)
         return 1
     return 0
 
