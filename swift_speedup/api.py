@@ -18,8 +18,7 @@ from .segments.plan import Plan, render
 from .segments.reuse import Reuse
 from .segments.trace import Trace, Tracer
 from .stats import Stats
-from .store import NullStore, RamStore, Store
-from .store.ram import GIB, default_budget
+from .store.choose import make_store
 
 
 class _AttachedType(type):
@@ -67,7 +66,7 @@ class Speedup:
     def __init__(self, model: nn.Module, config: SpeedupConfig):
         self.config = config
         self.stats = Stats()
-        self._store = _make_store(config)
+        self._store = make_store(config)
         names = {module: path for path, module in model.named_modules()}
         self._tracer = Tracer(names, self._on_trace)
         self._frontier = Frontier(model, names, self._tracer)
@@ -116,7 +115,7 @@ class Speedup:
         return text
 
     def clear(self) -> None:
-        """Forget every cached output."""
+        """Forget every cached output, those in ``cache_dir`` too."""
         self._store.clear()
         self.stats.stored_samples = self.stats.stored_bytes = 0
 
@@ -125,18 +124,13 @@ class Speedup:
         self._reuse.epoch_ended(first)
 
     def remove(self) -> nn.Module:
-        """Give every module its own class back and return the model; cached outputs are forgotten. Calling it again changes nothing."""
+        """Give every module its own class back and return the model. Cached outputs are forgotten, but those in ``cache_dir`` stay.
+        Calling it again changes nothing."""
         self._swap.undo()
-        self.clear()
+        self._store.close()
+        self.stats.stored_samples = self.stats.stored_bytes = 0
         return self._swap.root
 
     def _on_trace(self, trace: Trace) -> None:
         for warning in planner.unentered_towers(self._swap.root, trace):
             logger.warning(warning)
-
-
-def _make_store(config: SpeedupConfig) -> Store:
-    if config.cache == 'off':
-        return NullStore()
-    return RamStore(default_budget() if config.ram_gib is None else int(config.ram_gib * GIB))
-

@@ -41,6 +41,14 @@ def _gib(value: Any) -> Optional[float]:
     return number
 
 
+def _folder(value: Any) -> Optional[str]:
+    if value is None or (isinstance(value, str) and value.strip().lower() in _UNSET):
+        return None
+    if not isinstance(value, (str, os.PathLike)):
+        raise ValueError(value)
+    return os.path.abspath(os.path.expanduser(value))
+
+
 def _share(value: Any) -> float:
     number = float(value)
     if isinstance(value, bool) or not 0 <= number <= 1:
@@ -59,16 +67,24 @@ def _flag(value: Any) -> bool:
     raise ValueError(value)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeedupConfig:
     """Options of the plugin. Values are checked and normalised on construction; a bad one raises ``ConfigError``."""
 
     cache: str = _option(
-        'auto', 'Where outputs of frozen segments are kept: "ram" = memory of this process; "auto" = "ram"; '
-        '"off" = nowhere: only the gradient graph is skipped.', 'auto, off or ram', _choice('auto', 'off', 'ram'))
+        'auto', 'Where outputs of frozen segments are kept: "ram" = memory of this process; "disk" = the folder cache_dir; "auto" = '
+        'that folder if it is given, else memory, shared by the ranks of a node; "off" = nowhere: only the gradient graph is skipped.',
+        'auto, off, ram or disk', _choice('auto', 'off', 'ram', 'disk'))
+    cache_dir: Optional[str] = _option(
+        None, 'Folder of a cache that stays: other runs, ranks and machines that are given the same folder find what one has computed.',
+        'a path', _folder)
     ram_gib: Optional[float] = _option(
-        None, 'Memory budget of the cache in GiB for this process. Default: a quarter of the memory that is free at '
-        'attach, divided by the number of local ranks.', 'a positive number of GiB, such as 8 or 0.5', _gib)
+        None, 'Memory budget of the cache in GiB for this process; with cache_dir, of copies in front of the folder. Default without a '
+        'folder: a quarter of the memory that is free at attach, divided by the number of local ranks.',
+        'a positive number of GiB, such as 8 or 0.5', _gib)
+    disk_gib: Optional[float] = _option(
+        None, 'Budget of cache_dir in GiB; what was not used for longest goes first. Default: until no more than 5 % of the disk, or '
+        '10 GiB, are free.', 'a positive number of GiB, such as 100', _gib)
     prefix: str = _option(
         'auto', 'Whether the frozen lower layers of a text model are cached per token sequence: "auto" = where looking up is cheaper '
         'than computing, "on" = always, "off" = never: only their graph is skipped.', 'auto, on or off', _choice('auto', 'on', 'off'))
@@ -84,6 +100,12 @@ class SpeedupConfig:
     def __post_init__(self):
         for option in dataclasses.fields(self):
             object.__setattr__(self, option.name, _parse(option, getattr(self, option.name), option.name))
+        if self.cache == 'disk' and self.cache_dir is None:
+            raise ConfigError('cache=disk needs a folder: set cache_dir')
+        if self.cache in ('ram', 'off') and self.cache_dir is not None:
+            raise ConfigError(f'cache={self.cache} keeps nothing in a folder: leave cache_dir={self.cache_dir} out, or set cache=auto')
+        if self.disk_gib is not None and self.cache_dir is None:
+            raise ConfigError(f'disk_gib={self.disk_gib:g} is the budget of a folder: set cache_dir')
 
     @classmethod
     def from_named(cls, values: Mapping[str, Any], spell: Callable[[str], str] = str) -> 'SpeedupConfig':

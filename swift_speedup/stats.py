@@ -17,6 +17,8 @@ class Stats:
     stored_samples: int = 0  # samples in the store now
     stored_bytes: int = 0  # bytes in the store now
     evicted: int = 0  # samples dropped to stay inside the budget
+    queue_drops: int = 0  # samples not kept because writing could not keep pace, or there was no room
+    store_errors: int = 0  # troubles of the store (damaged entries, a full disk), each a miss
     errors: int = 0  # cache troubles that became misses (Rule 7)
     frozen_seconds: float = 0.0  # host time inside cached segments that were run
     lookup_seconds: float = 0.0  # host time spent on keys, fingerprints and assembling hits

@@ -97,7 +97,8 @@ class Call:
         self.device = arguments.tensors[0].device
         self.autocast = _Autocast.now(self.device.type)
         text = ';'.join([arguments.text, *(f'{place}:{value.text}' for place, value in parents.items())])
-        self.prefix = call_prefix(step.fingerprint.current(), layout.convention, text, mode, self.device.type)
+        self.fingerprint = step.fingerprint.current()
+        self.prefix = call_prefix(self.fingerprint, layout.convention, text, mode, self.device.type)
         self.trail = (step.name, mode, layout.convention, *(value.trail for value in parents.values()))
         # What the shapes of outputs depend on beside the sizes of the samples.
         forms = [layout.form(name, tensor) for place, (name, tensor) in enumerate(self._named())

@@ -47,6 +47,10 @@ class Cost:
             self._judge()
             self._start()
 
+    def expect(self, seconds: float) -> None:
+        """What computing one unit took another process; of no weight once something was computed here."""
+        self._seconds = seconds if self._seconds is None else self._seconds
+
     def count(self, samples: int, hits: int) -> None:
         self._epoch[0] += samples
         self._epoch[1] += hits

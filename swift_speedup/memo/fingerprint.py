@@ -1,12 +1,13 @@
 """Fingerprint: the digest of a segment's weights, buffers, settings and library versions, watched for change (Rule 6)."""
 from collections.abc import Callable, Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
 from ..trees import version
 from .key import Digest
 
+BETWEEN = '\n\n'  # in the text of the settings: after what does not depend on the segment's modules
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 
@@ -28,6 +29,12 @@ class Fingerprint:
     def current(self) -> bytes:
         """16 bytes that are equal only while weights, buffers and settings are what they were."""
         return Digest().add('settings', self._settings()).add('weights', self._weights()).value()
+
+    def about(self) -> dict[str, Any]:
+        """For people who ask why an entry is not found: digests of weights and modules, and the rest of the settings as text."""
+        general, _, modules = self._settings().partition(BETWEEN)
+        return {'weights': self._weights().hex(), 'modules': Digest().add('modules', modules).value().hex(),
+                'settings': general.splitlines()}
 
     def _weights(self) -> bytes:
         tensors = self._tensors()

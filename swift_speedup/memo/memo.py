@@ -23,6 +23,7 @@ from .compare import close, difference_alone, difference_text
 from .deferred import Deferred
 from .key import NotKeyable
 from .layout import Single
+from .learned import Learned
 from .split import layout_of
 from .value import Leaf, Value, form_of
 
@@ -45,12 +46,9 @@ class Memo:
         self._stats = stats
         self._dedup = dedup
         self._thread = _Thread()
-        self._outputs: dict[tuple, tuple] = {}  # (form, size of a sample) -> structure and specs of a call's outputs
-        # Trail of a value of which a sample alone equals its part of the batch -> in batches of which smallest and largest sample.
-        self._verified: dict[tuple, list[tuple[int, int]]] = {}
+        self._learned = Learned(store)
         self._refused: set[tuple] = set()
         self._kept: OrderedDict[bytes, None] = OrderedDict()  # the last samples that were stored: they are probably still there
-        self._rates: dict[tuple, float] = {}  # seconds per unit of work that computing a value took
         self.kept_bytes: dict[tuple[str, str], list[int]] = {}  # (step, its output) -> number and bytes of samples that were stored
 
     def evaluate(self, step: Step, run: Run, args: tuple, kwargs: dict, mode: bytes) -> Any:
@@ -63,7 +61,7 @@ class Memo:
         started = time.perf_counter()
         promised = call = None
         try:
-            call = self._note(step, run, args, kwargs, mode)
+            call = self._note(step, run, args, kwargs, self._learned.canonical(step, mode))
             promised = call and self._promise(call)
         except (NotSplittable, NotKeyable, UnknownStructure) as reason:
             step.refused, call = str(reason), None
@@ -102,33 +100,38 @@ class Memo:
             if step.kind != 'media' or not arguments.tensors:
                 raise
             layout = Single()
-        return Call(step, run, arguments, layout, {}, mode, self._execute)
+        call = Call(step, run, arguments, layout, {}, mode, self._execute)
+        if step.kind == 'media' and not step.whole:
+            step.note = self._learned.whole(call)
+            step.whole = step.note is not None
+            if step.whole:
+                return Call(step, run, arguments, Single(), {}, mode, self._execute)
+        return call
 
     def _promise(self, call: Call) -> Any:
         """Outputs without running anything; ``None`` when their shapes are not known or nothing is proved yet."""
+        self._learned.recall(call)
         if not call.step.purity.verified(call.mode):
             return None
         marks = call.shape_marks()
-        outputs = {self._outputs.get((call.form, mark)) for mark in marks}
+        outputs = {self._learned.outputs(call, mark) for mark in marks}
         if None in outputs and self._learnt_from_some(call, marks):
-            outputs = {self._outputs.get((call.form, mark)) for mark in marks}
+            outputs = {self._learned.outputs(call, mark) for mark in marks}
         return self._answer(call, *outputs.pop()) if len(outputs) == 1 and None not in outputs else None
 
     def _learnt_from_some(self, call: Call, marks: Sequence) -> bool:
         """Learn what outputs look like from running the samples that will be missed anyway, if those are not all."""
         first = {key: index for index, key in reversed(list(enumerate(call.keys)))} if self._dedup else {}
         wanted = [index for index, key in enumerate(call.keys) if first.get(key, index) == index and not (
-            (call.form, marks[index]) in self._outputs and call.root.keys[index] in self._kept)]
+            self._learned.knows(call, marks[index]) and call.root.keys[index] in self._kept)]
         indices = call.layout.closure(wanted)
         layout = call.layout.only(indices) if 0 < len(indices) < len(call.layout) else None
         if layout is None:
             return False
         structure, leaves = flatten(call.answer(indices))
-        self._learn(call, [marks[index] for index in indices], structure, [(layout.spec(leaf), *form_of(leaf)) for leaf in leaves])
+        specs = [(layout.spec(leaf), *form_of(leaf)) for leaf in leaves]
+        self._learned.set_outputs(call, [marks[index] for index in indices], structure, specs)
         return True
-
-    def _learn(self, call: Call, marks: Sequence, structure: Any, specs: Sequence[tuple]) -> None:
-        self._outputs.update({(call.form, mark): (structure, tuple(specs)) for mark in marks})
 
     def _answer(self, call: Call, structure: Any, leaves: Sequence[tuple]) -> Any:
         return rebuild(structure, [Deferred(Leaf(call, number, *leaf, self._settle)) for number, leaf in enumerate(leaves)])
@@ -146,7 +149,7 @@ class Memo:
             self._refuse(call, str(reason))
             return output
         call.outputs = leaves
-        self._learn(call, call.shape_marks(), structure, specs)
+        self._learned.set_outputs(call, call.shape_marks(), structure, specs)
         return self._answer(call, structure, specs)
 
     def _settle(self, value: Value) -> torch.Tensor:
@@ -154,7 +157,7 @@ class Memo:
         if value.trail in self._refused or any(call.step.purity.refusal(call.mode) for call in value.call.calls()):
             return value.known_or_computed()
         try:
-            if not self._is_verified(value):
+            if not self._learned.verified(value):
                 return self._verify(value)
             whole = value.whole()
             if whole is None:
@@ -169,11 +172,6 @@ class Memo:
             self._raise_if_own(trouble)
             self._trouble(value.call.step, trouble)
         return value.known_or_computed()
-
-    def _is_verified(self, value: Value) -> bool:
-        """What a larger neighbour does to a sample, by padding, shows only in a batch that has both."""
-        smallest, largest = value.layout.spread()
-        return any(low <= smallest and largest <= high for low, high in self._verified.get(value.trail, ()))
 
     def _verify(self, value: Value) -> torch.Tensor:
         """The first use of a value: its smallest sample, evaluated once more and alone, must come out as in the batch."""
@@ -192,10 +190,10 @@ class Memo:
         if refusal is not None:
             self._refuse(call, refusal, value)
             return real
-        self._verified.setdefault(value.trail, []).append(layout.spread())
+        self._learned.set_verified(value)
         self._share_modes(value)
         for each in call.calls():
-            each.step.purity.confirm(each.mode)
+            self._learned.set_pure(each)
         self._keep(value, dict(enumerate(parts)))
         return real
 
@@ -223,7 +221,7 @@ class Memo:
             wanted = value.layout.cut(value.spec, value.rows(indices), indices)
         if all(torch.equal(one, other) for one, other in zip(found, wanted)):
             for call, mode in calls:
-                call.step.purity.share(call.mode, mode)
+                self._learned.set_same(call, mode)
 
     def _timed_look_up(self, value: Value) -> torch.Tensor:
         stats, root = self._stats, value.call.root
@@ -298,11 +296,12 @@ class Memo:
     def _keep(self, value: Value, parts: Mapping[int, torch.Tensor]) -> None:
         if not self._store.keeps:
             return
-        self._rates[value.trail] = sum(call.seconds for call in value.call.calls())
+        self._learned.rates[value.trail] = sum(call.seconds for call in value.call.calls())
+        origin = self._learned.origin(value)
         counted = self.kept_bytes.setdefault((value.call.step.name, value.text), [0, 0])
         try:
             for index, part in parts.items():
-                self._store.put(value.keys[index], Entry(_owned(part)))
+                self._store.put(value.keys[index], Entry(_owned(part), origin))
                 self._kept[value.call.root.keys[index]] = None
                 counted[0] += 1
                 counted[1] += part.nbytes
@@ -312,6 +311,7 @@ class Memo:
             self._kept.popitem(last=False)
         stats, store = self._stats, self._store
         stats.stored_samples, stats.stored_bytes, stats.evicted = len(store), store.nbytes, store.evicted
+        stats.queue_drops, stats.store_errors = store.dropped, store.errors
 
     def _execute(self, call: Call, indices: Sequence[int], args: tuple, kwargs: dict) -> Any:
         """Really run a call with some of its samples."""
@@ -351,7 +351,7 @@ class Memo:
         self._mark(root, {index: 'hits' if index not in source else 'deduplicated' for index in range(len(sizes))
                           if source.get(index) != index})
         saved = sum(size for index, size in enumerate(sizes) if source.get(index) != index)
-        self._stats.saved_seconds += self._rates.get(value.trail, 0.0) * saved
+        self._stats.saved_seconds += self._learned.rates.get(value.trail, 0.0) * saved
 
     def _mark(self, root: Call, outcomes: Mapping[int, str]) -> None:
         """What became of the samples of a call: a sample computed for one output and found for another is a miss."""
@@ -370,6 +370,7 @@ class Memo:
         step = call.step
         if whole and call.root is call and step.kind == 'media' and not step.whole and step.purity.refusal(call.mode) is None:
             step.whole, step.note = True, reason
+            self._learned.set_whole(call, reason)
         else:
             step.purity.forbid(call.mode, reason)
 

@@ -1,15 +1,17 @@
 """What the value of a segment depends on besides its inputs: weights, buffers, settings, train/eval mode, versions."""
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import transformers
 from torch import nn
 
 from ..graph.swap import original_class
+from ..memo.fingerprint import BETWEEN
 from ..memo.key import Digest, NotKeyable, plain
 from . import capture
+from .code import code_digest
 
 _HARMLESS_HOOKS = ('make_inputs_require_grads', capture.HOOK)
 _NOT_NUMERIC = ('training', 'gradient_checkpointing', '_name_or_path', 'name_or_path', 'problem_type', 'use_cache',
@@ -40,18 +42,29 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 def settings(module: nn.Module) -> str:
-    """Classes, plain attributes, configuration and hooks of every module inside, numerics switches and library versions."""
+    """Numerics switches and library versions; then classes, their code, plain attributes, configuration and hooks of every module."""
+    modules = [f'{path}: {_describe(part)}' for path, part in module.named_modules()]
+    return '\n'.join(numerics(next(module.parameters(), None))) + BETWEEN + '\n'.join(modules)
+
+
+def numerics(tensor: Optional[torch.Tensor]) -> list[str]:
+    """What decides about bits beside the module; ``tensor`` tells the device."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     lines = [f'torch {torch.__version__}', f'transformers {transformers.__version__}',
-             f'matmul {torch.get_float32_matmul_precision()}',
-             f'deterministic {torch.are_deterministic_algorithms_enabled()}',
-             f'tf32 {torch.backends.cuda.matmul.allow_tf32} {torch.backends.cudnn.allow_tf32}']
-    lines += [f'{path}: {_describe(part)}' for path, part in module.named_modules()]
-    return '\n'.join(lines)
+             f'matmul precision {torch.get_float32_matmul_precision()}',
+             f'deterministic algorithms {torch.are_deterministic_algorithms_enabled()}']
+    if tensor is not None and tensor.device.type == 'cuda':
+        return [*lines, f'device {torch.cuda.get_device_name(tensor.device)}', f'tf32 {cuda.matmul.allow_tf32} {cudnn.allow_tf32}',
+                f'reduced precision {cuda.matmul.allow_fp16_reduced_precision_reduction} '
+                f'{cuda.matmul.allow_bf16_reduced_precision_reduction}', f'cudnn {cudnn.enabled} {cudnn.deterministic}',
+                f'attention {cuda.flash_sdp_enabled()} {cuda.mem_efficient_sdp_enabled()} {cuda.math_sdp_enabled()}']
+    return [*lines, f'device {tensor.device.type if tensor is not None else "cpu"} {torch.backends.cpu.get_cpu_capability()}',
+            f'mkldnn {torch.backends.mkldnn.enabled}']
 
 
 def _describe(module: nn.Module) -> str:
     cls = original_class(module)
-    parts = [f'{cls.__module__}.{cls.__qualname__}']
+    parts = [f'{cls.__module__}.{cls.__qualname__}', code_digest(cls)]
     for name, value in module.__dict__.items():
         if name == 'config':
             parts.append(f'config={_config(value)}')

@@ -74,7 +74,8 @@ def test_clips_that_change_with_the_padding_of_others_are_kept_with_their_batch(
         case.samples[place] = [mark for mark in marks if mark != native.AUDIO] + [native.AUDIO] * tokens, own
     orders = ((1, 2), (0,), (0, 2), (1, 0))  # alone it is the same as alone
     batches = [case.batch(*places) for places in orders] * 3
-    assert_same(train(plain, batches), train(MyModel(fast), batches))
+    # Images are found one by one, so batches are put together from others; the clips' difference is a thousand times this.
+    assert_close(train(plain, batches), train(MyModel(fast), batches))
     assert conventions['audio_tower'] == 'whole call' and fast.speedup.stats.hits > 0 and fast.speedup.stats.errors == 0
 
 

@@ -101,7 +101,7 @@ def test_the_attach_line_and_the_report_say_what_and_why_not(model, caplog, caps
 
 def test_config_and_keywords_are_the_same_thing(model):
     MyModel(model, cache='ram', ram_gib=0.25, dedup=False)
-    assert model.speedup.config == SpeedupConfig('ram', 0.25, dedup=False)
+    assert model.speedup.config == SpeedupConfig(cache='ram', ram_gib=0.25, dedup=False)
 
 
 def test_nested_classes_keep_their_qualified_name():

@@ -10,7 +10,7 @@ from swift_speedup.config import env_name, flag_name, option_fields
     ({'ram_gib': 'lots'}, ('--frozen_ram_gib', "'lots'", 'positive number')),
     ({'ram_gib': '-1'}, ('--frozen_ram_gib', "'-1'", 'positive number')),
     ({'ram_gib': 'nan'}, ('--frozen_ram_gib', "'nan'")),
-    ({'cache': 'redis'}, ('--frozen_cache', "'redis'", 'auto, off or ram')),
+    ({'cache': 'redis'}, ('--frozen_cache', "'redis'", 'auto, off, ram or disk')),
     ({'dedup': 'maybe'}, ('--frozen_dedup', "'maybe'", 'true or false')),
     ({'speed': 'max'}, ('--frozen_speed', "'max'", '--frozen_cache')),
 ])
@@ -20,9 +20,29 @@ def test_a_bad_option_is_named_with_its_value_and_what_is_allowed(values, words)
     assert all(word in str(error.value) for word in words)
 
 
+@pytest.mark.parametrize(('values', 'words'), [
+    ({'cache': 'disk'}, ('cache=disk', 'cache_dir')),
+    ({'cache': 'ram', 'cache_dir': 'x'}, ('cache=ram', 'cache_dir', 'cache=auto')),
+    ({'cache': 'off', 'cache_dir': 'x'}, ('cache=off', 'cache_dir')),
+    ({'disk_gib': 2}, ('disk_gib=2', 'cache_dir')),
+])
+def test_options_that_contradict_each_other(values, words):
+    with pytest.raises(ConfigError) as error:
+        SpeedupConfig(**values)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_folders_are_absolute(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('HOME', str(tmp_path / 'home'))
+    assert SpeedupConfig(cache_dir='x').cache_dir == str(tmp_path / 'x')
+    assert SpeedupConfig(cache_dir='~/x').cache_dir == str(tmp_path / 'home' / 'x')
+    assert SpeedupConfig(cache_dir='').cache_dir is None
+
+
 def test_texts_and_values_mean_the_same():
     texts = {'cache': 'OFF', 'ram_gib': '0.5', 'dedup': 'no', 'eval': 'TRUE'}
-    assert SpeedupConfig.from_named(texts) == SpeedupConfig('off', 0.5, dedup=False, eval=True)
+    assert SpeedupConfig.from_named(texts) == SpeedupConfig(cache='off', ram_gib=0.5, dedup=False, eval=True)
     assert SpeedupConfig(ram_gib='none') == SpeedupConfig()
 
 
