@@ -67,6 +67,7 @@ class Speedup:
         self.config = config
         self.stats = Stats()
         self._store = make_store(config)
+        self.stats.stored_samples, self.stats.stored_bytes = len(self._store), self._store.nbytes
         names = {module: path for path, module in model.named_modules()}
         self._tracer = Tracer(names, self._on_trace)
         self._frontier = Frontier(model, names, self._tracer)

@@ -32,3 +32,8 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), 'hit_rate': self.hit_rate}
+
+    def numbers(self) -> dict[str, float]:
+        """What belongs into a trainer's log, by the names it has there."""
+        return {'speedup_hit_rate': round(self.hit_rate, 4), 'speedup_stored_gib': round(self.stored_bytes / (1 << 30), 4),
+                'speedup_saved_seconds': round(self.saved_seconds, 1), 'speedup_queue_drops': float(self.queue_drops)}

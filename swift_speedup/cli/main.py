@@ -21,6 +21,9 @@ def main(argv: Optional[list[str]] = None) -> int:
             return _train(command, argv[1:])
         if command == 'plan':
             return _plan(argv[1:])
+        if command == 'cache':
+            from . import cache  # torch is slow to import
+            return cache.main(argv[1:])
         if command == 'plugin' and not argv[1:]:
             print(plugin_path())
             return 0
@@ -38,6 +41,7 @@ def usage() -> str:
     lines = ['usage: swift-speedup sft|pt|rlhf <every swift flag> [options]  train with the plugin, ms-swift unpatched',
              '       swift-speedup plan [sft|pt|rlhf] <the same flags>       what would be skipped and cached, and the gain that',
              '                                                               FLOPs predict; loads no weights, trains nothing',
+             '       swift-speedup cache stats|verify|prune|clear|merge DIR  what lies in a cache folder; cache --help has the options',
              '       swift-speedup plugin                                    path of the file for swift --external_plugins',
              '', 'options:']
     for option in option_fields():

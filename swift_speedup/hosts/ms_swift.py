@@ -16,7 +16,7 @@ from ..config import FLAG_PREFIX, SpeedupConfig, flag_name, option_fields
 from ..errors import HostError
 from ..graph.swap import is_swapped
 from ..log import logger
-from .trainer import SummaryCallback
+from .trainer import follow
 
 _HOOKED = '_swift_speedup_original'
 # command -> where its pipeline class lives, newest layout first
@@ -68,7 +68,7 @@ def _attach_to(trainer: Any, config: SpeedupConfig) -> None:
         logger.info('the model already has swift_speedup attached; its own options stay')
         return
     attach(model, config)
-    trainer.add_callback(SummaryCallback(model.speedup))
+    follow(trainer, model.speedup)
 
 
 def run_command(command: str) -> None:

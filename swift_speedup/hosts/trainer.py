@@ -1,4 +1,4 @@
-"""For any Hugging Face ``Trainer``: what it knows about epochs, and one line of numbers when training ends (Rule 11)."""
+"""For any Hugging Face ``Trainer``: what it knows about epochs, numbers in its log, a line of them when training ends (Rule 11)."""
 from typing import Any
 
 from transformers import TrainerCallback
@@ -7,8 +7,13 @@ from ..api import Speedup
 from ..log import logger
 
 
+def follow(trainer: Any, handle: Speedup) -> None:
+    """Make ``trainer`` tell of epochs and log the numbers of ``handle``."""
+    trainer.callback_handler.callbacks.insert(0, SummaryCallback(handle))  # before those that report what is logged
+
+
 class SummaryCallback(TrainerCallback):
-    """Logs what was reused and what was computed, on the process that logs for the node."""
+    """Logs what was reused and what was computed, on the process that logs for the node. See :func:`follow`."""
 
     def __init__(self, handle: Speedup):
         self._handle = handle
@@ -17,6 +22,11 @@ class SummaryCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._handle.epoch_ended(first=not self._epochs)
         self._epochs += 1
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """TensorBoard and the like, which come after this one, log what they find here; the trainer's own history stays as it is."""
+        if isinstance(logs, dict) and 'loss' in logs:
+            logs.update(self._handle.stats.numbers())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_local_process_zero:

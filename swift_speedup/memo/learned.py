@@ -12,6 +12,7 @@ from typing import Any, Optional
 
 import torch
 
+from ..log import logger
 from ..store import Store
 from ..trees import Structure
 from .chain import Call, Step
@@ -20,6 +21,7 @@ from .value import Value
 
 _SAME_DEVICE = 'as the input'
 _ATOMS = (type(None), bool, int, float, str)
+_REMEMBERED_ORIGINS = 64  # of the same segments
 _CONTAINERS = {'dict': dict, 'OrderedDict': OrderedDict, 'tuple': tuple, 'list': list}
 
 
@@ -83,16 +85,22 @@ class Learned:
             cost.expect(seconds)
 
     def recall(self, call: Call) -> None:
-        """Confirm what another process has shown about the purity of the call's step."""
+        """What another process has shown about the purity of the call's step."""
         purity = call.step.purity
-        if not purity.verified(call.mode):
-            key = _call_key('pure', call)
-            if self._first_time(key) and self._read(key, lambda note: note is True):
+        key = _call_key('pure', call)
+        if not purity.verified(call.mode) and self._first_time(key):
+            note = self._read(key, lambda note: note if isinstance(note, str) else note is True)
+            if isinstance(note, str):
+                purity.forbid(call.mode, note)
+            elif note:
                 purity.confirm(call.mode)
 
     def set_pure(self, call: Call) -> None:
         call.step.purity.confirm(call.mode)
         self._write(_call_key('pure', call), True)
+
+    def set_impure(self, call: Call, reason: str) -> None:
+        self._write(_call_key('pure', call), reason)
 
     def whole(self, call: Call) -> Optional[str]:
         """Why samples of the call cannot be told apart, if that was found."""
@@ -122,9 +130,22 @@ class Learned:
         origin = Digest().add('format', str(FORMAT_VERSION)).add('fingerprints', b''.join(call.fingerprint for call in calls)).value()
         if origin not in self._described:
             self._described.add(origin)
-            steps = {call.step.name: call.step.fingerprint.about() for call in reversed(calls)}
-            self._write(origin, {'format': FORMAT_VERSION, 'segments': steps})
+            about = {'format': FORMAT_VERSION, 'segments': {call.step.name: call.step.fingerprint.about() for call in reversed(calls)}}
+            if self._store.get_note(origin) is None:
+                self._tell_of_others(origin, about)
+                self._write(origin, about)
         return origin
+
+    def _tell_of_others(self, origin: bytes, about: Mapping) -> None:
+        """Entries of the same segments that cannot be used: the user may have expected that they can."""
+        key = Digest().add('note', 'origins').add('segments', repr(list(about['segments']))).value()
+        others = self._read(key, lambda note: [bytes.fromhex(other) for other in note]) or []
+        last = self._read(others[-1], lambda note: note) if others else None
+        if isinstance(last, dict) and isinstance(last.get('segments'), dict):
+            what = _what_differs(about, last)
+            logger.info('%s: the cache has outputs from before, but they are not used: %s', ' + '.join(about['segments']),
+                        '; '.join(what) or 'the inputs differ')
+        self._write(key, [other.hex() for other in [*others, origin][-_REMEMBERED_ORIGINS:]])
 
     def _first_time(self, key: bytes) -> bool:
         first = key not in self._asked
@@ -140,6 +161,18 @@ class Learned:
 
     def _write(self, key: bytes, note: Any) -> None:
         self._store.put_note(key, json.dumps(note).encode())
+
+
+def _what_differs(now: Mapping, then: Mapping) -> list[str]:
+    found = [] if then.get('format') == now['format'] else [f'format {then.get("format")}, now {now["format"]}']
+    for name, about in now['segments'].items():
+        before = then['segments'].get(name)
+        if not isinstance(before, dict):
+            continue
+        found += [f'other {what} of {name}' for what in ('weights', 'modules') if before.get(what) != about[what]]
+        lines = before.get('settings')
+        found += [f'{line}, now {new}' for line, new in zip(lines if isinstance(lines, list) else (), about['settings']) if line != new]
+    return list(dict.fromkeys(found))
 
 
 def _outputs_key(call: Call, mark: Any) -> bytes:

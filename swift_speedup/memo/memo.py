@@ -24,6 +24,7 @@ from .deferred import Deferred
 from .key import NotKeyable
 from .layout import Single
 from .learned import Learned
+from .outcomes import Outcomes
 from .split import layout_of
 from .value import Leaf, Value, form_of
 
@@ -47,6 +48,7 @@ class Memo:
         self._dedup = dedup
         self._thread = _Thread()
         self._learned = Learned(store)
+        self._outcomes = Outcomes(stats)
         self._refused: set[tuple] = set()
         self._kept: OrderedDict[bytes, None] = OrderedDict()  # the last samples that were stored: they are probably still there
         self.kept_bytes: dict[tuple[str, str], list[int]] = {}  # (step, its output) -> number and bytes of samples that were stored
@@ -88,7 +90,7 @@ class Memo:
         parents = {place: tensor.value for place, tensor in enumerate(arguments.tensors) if isinstance(tensor, Deferred)}
         layouts = {id(value.layout): value.layout for value in parents.values()}
         if len(layouts) == 1:
-            return Call(step, run, arguments, *layouts.values(), parents, mode, self._execute)
+            return self._recalled(Call(step, run, arguments, *layouts.values(), parents, mode, self._execute))
         if step.kind == 'follower':
             raise NotSplittable('its inputs belong to different batches')
         if parents:
@@ -105,12 +107,16 @@ class Memo:
             step.note = self._learned.whole(call)
             step.whole = step.note is not None
             if step.whole:
-                return Call(step, run, arguments, Single(), {}, mode, self._execute)
-        return call
+                call = Call(step, run, arguments, Single(), {}, mode, self._execute)
+        return self._recalled(call)
+
+    def _recalled(self, call: Call) -> Optional[Call]:
+        self._learned.recall(call)
+        call.step.refused = call.step.purity.refusal(call.mode)
+        return call if call.step.refused is None else None
 
     def _promise(self, call: Call) -> Any:
         """Outputs without running anything; ``None`` when their shapes are not known or nothing is proved yet."""
-        self._learned.recall(call)
         if not call.step.purity.verified(call.mode):
             return None
         marks = call.shape_marks()
@@ -140,7 +146,9 @@ class Memo:
         """The whole call as it came, so that nothing changes if the segment proves impure."""
         step, mode = call.step, call.mode
         output = call.run_whole()
-        if step.purity.refusal(mode) is not None:
+        impure = step.purity.refusal(mode)
+        if impure is not None:
+            self._learned.set_impure(call, impure)
             return output
         try:
             structure, leaves = flatten(output)
@@ -254,7 +262,7 @@ class Memo:
         real = value.layout.join(value.spec, ordered, value.empty())
         if tuple(real.shape) != value.shape or real.dtype != value.dtype:
             raise NotSplittable(f'parts make up {real.dtype} {tuple(real.shape)}, expected {value.dtype} {value.shape}')
-        self._count(value, source)
+        self._outcomes.count(value, source, self._learned.rates.get(value.trail, 0.0))
         if self._audit:
             self._compare(value, parts, [index for index in range(len(value.layout)) if index not in source])
         return real
@@ -301,7 +309,7 @@ class Memo:
         counted = self.kept_bytes.setdefault((value.call.step.name, value.text), [0, 0])
         try:
             for index, part in parts.items():
-                self._store.put(value.keys[index], Entry(_owned(part), origin))
+                self._store.put(value.keys[index], Entry(_owned(part), origin, value.call.root.samples[index]))
                 self._kept[value.call.root.keys[index]] = None
                 counted[0] += 1
                 counted[1] += part.nbytes
@@ -334,7 +342,7 @@ class Memo:
             self._stats.frozen_seconds += elapsed
             call.seconds = elapsed / max(1, sum(call.layout.sizes[index] for index in indices))
             if call.root is call:
-                self._mark(call, dict.fromkeys(indices, 'misses'))
+                self._outcomes.mark(call, dict.fromkeys(indices, 'misses'))
         return output
 
     @contextmanager
@@ -345,23 +353,6 @@ class Memo:
                 yield
         finally:
             self._thread.checking = False
-
-    def _count(self, value: Value, source: Mapping[int, int]) -> None:
-        root, sizes = value.call.root, value.layout.sizes
-        self._mark(root, {index: 'hits' if index not in source else 'deduplicated' for index in range(len(sizes))
-                          if source.get(index) != index})
-        saved = sum(size for index, size in enumerate(sizes) if source.get(index) != index)
-        self._stats.saved_seconds += self._learned.rates.get(value.trail, 0.0) * saved
-
-    def _mark(self, root: Call, outcomes: Mapping[int, str]) -> None:
-        """What became of the samples of a call: a sample computed for one output and found for another is a miss."""
-        for index, outcome in outcomes.items():
-            before = root.outcome[index]
-            if before is None or (outcome == 'misses' and before != 'misses'):
-                root.outcome[index] = outcome
-                setattr(self._stats, outcome, getattr(self._stats, outcome) + 1)
-                if before is not None:
-                    setattr(self._stats, before, getattr(self._stats, before) - 1)
 
     def _refuse(self, call: Call, reason: str, value: Optional[Value] = None, whole: bool = True) -> None:
         """Outputs of ``call`` cannot be taken apart: the whole call is one sample from now on, or it is not reused at all."""

@@ -61,7 +61,7 @@ def _row(segment: Segment, refusal: Refusal) -> SegmentPlan:
     reasons = [refusal(module, path) for module, path in zip(segment.modules, segment.paths)]
     reason = next((reason for reason in reasons if reason and reason is not NO_MEMO), segment.impure)
     if reason is None and all(each is NO_MEMO for each in reasons):  # what feeds a reused part is cheap
-        reason = f'outputs of a {segment.kind} are not reused'
+        reason = f'outputs of this kind ({segment.kind}) are not reused'
     return _plan_row(segment, True, True, reason)
 
 

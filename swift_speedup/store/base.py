@@ -6,7 +6,7 @@ from typing import Optional
 
 import torch
 
-NO_ORIGIN = bytes(16)
+UNNAMED = bytes(16)
 Progress = Callable[[int, int], None]  # done, of how many
 
 
@@ -14,11 +14,14 @@ Progress = Callable[[int, int], None]  # done, of how many
 class Entry:
     """One sample's part of one output. ``tensor`` owns its storage, lies on the CPU and is never written to after ``put``.
 
-    ``origin``: 16 bytes that name what computed it; see ``Store.put_note``.
+    For people who ask why something is not found: ``origin`` names what computed it, ``sample`` what of the sample's own went in, 16
+    bytes each; ``written`` is in seconds since the epoch, ``None`` for now. No lookup depends on them.
     """
 
     tensor: torch.Tensor
-    origin: bytes = NO_ORIGIN
+    origin: bytes = UNNAMED
+    sample: bytes = UNNAMED
+    written: Optional[float] = None
 
     @property
     def nbytes(self) -> int:

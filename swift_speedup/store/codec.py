@@ -15,7 +15,8 @@ from .base import Entry
 
 FORMAT = 1  # raise it when the layout below changes
 _MAGIC = b'SWSP'
-_HEADER = struct.Struct('<4sHBB16s16sQQQ')  # magic, format, dtype, dimensions, key, origin, milliseconds, bytes of data, checksum
+# magic, format, dtype, dimensions, key, origin, sample, milliseconds, bytes of data, checksum
+_HEADER = struct.Struct('<4sHBB16s16s16sQQQ')
 _ALIGNMENT = 64
 _MAX_DIMENSIONS = 32
 # A dtype's code is its place: append, never reorder. Names: some are missing in some releases of torch.
@@ -38,6 +39,7 @@ class Header:
 
     key: bytes
     origin: bytes
+    sample: bytes
     written: float  # seconds since the epoch, by the clock of the machine that wrote
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -45,8 +47,8 @@ class Header:
     data_starts: int
 
 
-def encode(key: bytes, entry: Entry, written: float) -> bytearray:
-    """``key`` and ``entry.origin`` have 16 bytes. Raises ``UnknownDtype``."""
+def encode(key: bytes, entry: Entry, now: float) -> bytearray:
+    """Raises ``UnknownDtype``."""
     tensor = entry.tensor
     if tensor.dtype not in _CODES or tensor.dim() > _MAX_DIMENSIONS:
         raise UnknownDtype(f'{tensor.dtype} with {tensor.dim()} dimensions')
@@ -56,7 +58,9 @@ def encode(key: bytes, entry: Entry, written: float) -> bytearray:
     encoded = bytearray(start + data.nbytes)
     encoded[_HEADER.size:_HEADER.size + len(shape)] = shape
     encoded[start:] = data
-    fields = (_MAGIC, FORMAT, _CODES[tensor.dtype], tensor.dim(), key, entry.origin, max(0, int(written * 1000)), data.nbytes)
+    written = now if entry.written is None else entry.written
+    fields = (_MAGIC, FORMAT, _CODES[tensor.dtype], tensor.dim(), key, entry.origin, entry.sample, max(0, int(written * 1000)),
+              data.nbytes)
     _HEADER.pack_into(encoded, 0, *fields, 0)
     _HEADER.pack_into(encoded, 0, *fields, _checksum(encoded, start))
     return encoded
@@ -67,7 +71,7 @@ def read_header(key: bytes, encoded: Any) -> Header:
     view = memoryview(encoded)
     if view.nbytes < _HEADER.size:
         raise CorruptEntry(f'{view.nbytes} bytes are too few')
-    magic, version, code, dimensions, found_key, origin, written, size, checksum = _HEADER.unpack_from(view)
+    magic, version, code, dimensions, found_key, origin, sample, written, size, checksum = _HEADER.unpack_from(view)
     if magic != _MAGIC or version != FORMAT:
         raise CorruptEntry(f'not an entry of format {FORMAT}: {bytes(magic)!r}, format {version}')
     if found_key != key:
@@ -81,7 +85,7 @@ def read_header(key: bytes, encoded: Any) -> Header:
     shape = struct.unpack_from(f'<{dimensions}Q', view, _HEADER.size)
     if math.prod(shape) * dtype.itemsize != size:
         raise CorruptEntry(f'{dtype} {shape} does not have {size} bytes')
-    return Header(found_key, origin, written / 1000, dtype, shape, checksum, start)
+    return Header(found_key, origin, sample, written / 1000, dtype, shape, checksum, start)
 
 
 def decode(key: bytes, encoded: Any) -> Entry:
@@ -94,7 +98,7 @@ def decode(key: bytes, encoded: Any) -> Entry:
     if tensor.numel():
         flat = tensor.view(-1).view(torch.uint8)
         flat.numpy().data[:] = view[header.data_starts:]
-    return Entry(tensor, header.origin)
+    return Entry(tensor, header.origin, header.sample, header.written)
 
 
 def _data_starts(dimensions: int) -> int:

@@ -226,6 +226,10 @@ class DiskStore(Store):
                 return None
             after = self._read(chunk)
 
+    def notes(self) -> list[tuple[bytes, bytes]]:
+        """All of them."""
+        return self._read(lambda txn, dbs: [(bytes(key), bytes(note)) for key, note in txn.cursor(db=dbs[b'notes'])]) or []
+
     def check(self, progress=None):
         bad, done, total = [], 0, len(self)
 

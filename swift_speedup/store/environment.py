@@ -80,22 +80,30 @@ class Environment:
             return lmdb.open(str(self.folder), readonly=True, create=False, lock=False, **common)
 
     def _open_databases(self) -> None:
+        """Handles must not be opened inside of a transaction that only reads: they would end with it."""
+        env = self._env
         try:
-            with self._env.begin(write=self.writable) as txn:
+            with env.begin() as txn:
                 found = txn.stat()['entries']
-                header = self._env.open_db(b'header', txn, create=self.writable) if found or self.writable else None
-                layout = header and txn.get(b'layout', db=header)
-                if found and layout != LAYOUT:
-                    raise Unusable(f'{self.folder} holds {bytes(layout).decode(errors="replace") if layout else "something else"}, not '
-                                   f'"{LAYOUT.decode()}"; use another folder')
-                if not found and self.writable:
-                    txn.put(b'layout', LAYOUT, db=header)
-                self.dbs = {name: self._env.open_db(name, txn, create=self.writable) if found or self.writable else None
-                            for name in DATABASES}
-        except (Unusable, lmdb.Error) as error:
-            self._env.close()
+            if not found and not self.writable:
+                self.dbs = dict.fromkeys(DATABASES)
+                return
+            if not found:
+                with env.begin(write=True) as txn:  # in one transaction: another process may be doing the same
+                    if not txn.stat()['entries']:
+                        txn.put(b'layout', LAYOUT, db=env.open_db(b'header', txn))
+            header = env.open_db(b'header', create=False)
+            with env.begin() as txn:
+                layout = txn.get(b'layout', db=header)
+            if layout != LAYOUT:
+                raise Unusable(f'{self.folder} holds {(layout or b"something else").decode(errors="replace")!r}, not {LAYOUT.decode()!r}; use another folder')
+            self.dbs = {name: env.open_db(name, create=self.writable) for name in DATABASES}
+        except (Unusable, lmdb.Error, AttributeError) as error:
+            env.close()
             self._env = None
-            raise error if isinstance(error, Unusable) else Unusable(f'{self.folder} cannot be read ({error})') from error
+            if isinstance(error, Unusable):
+                raise
+            raise Unusable(f'{self.folder} holds something else than a cache ({error}); use another folder') from error
 
     def read(self, work: Callable[[lmdb.Transaction], T]) -> T:
         """``work(transaction)``; buffers it gets are valid inside only. Raises ``lmdb.Error`` and ``Unusable``."""

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from swift_speedup.store import Entry
 from swift_speedup.store.codec import CorruptEntry, UnknownDtype, decode, encode, read_header
 
-KEY, ORIGIN = bytes(range(16)), bytes(range(16, 32))
+KEY, ORIGIN, SAMPLE = bytes(range(16)), bytes(range(16, 32)), bytes(range(32, 48))
 TENSOR = torch.arange(24.0).reshape(2, 3, 4)
-ENCODED = bytes(encode(KEY, Entry(TENSOR, ORIGIN), 1234.5))
+ENCODED = bytes(encode(KEY, Entry(TENSOR, ORIGIN, SAMPLE), 1234.5))
 
 
 def test_what_the_header_tells():
     header = read_header(KEY, ENCODED)
-    assert (header.key, header.origin, header.written, header.dtype, header.shape) == (KEY, ORIGIN, 1234.5, torch.float32, (2, 3, 4))
+    assert (header.key, header.origin, header.sample) == (KEY, ORIGIN, SAMPLE)
+    assert (header.written, header.dtype, header.shape) == (1234.5, torch.float32, (2, 3, 4))
 
 
 @pytest.mark.parametrize('size', [0, 1, 1000, 1_000_000])
