@@ -96,7 +96,8 @@ class Environment:
             with env.begin() as txn:
                 layout = txn.get(b'layout', db=header)
             if layout != LAYOUT:
-                raise Unusable(f'{self.folder} holds {(layout or b"something else").decode(errors="replace")!r}, not {LAYOUT.decode()!r}; use another folder')
+                found = (layout or b'something else').decode(errors='replace')
+                raise Unusable(f'{self.folder} holds {found!r}, not {LAYOUT.decode()!r}; use another folder')
             self.dbs = {name: env.open_db(name, create=self.writable) for name in DATABASES}
         except (Unusable, lmdb.Error, AttributeError) as error:
             env.close()

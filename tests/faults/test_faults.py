@@ -1,0 +1,426 @@
+"""Faults, each for real: whatever happens to the folder, training goes on as without a cache, and the folder is sound afterwards."""
+import copy
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import lmdb
+import pytest
+import torch
+from parity.harness import prepare, train
+from toys import models
+
+from swift_speedup import MyModel
+from swift_speedup.store import Entry, RamStore, codec, environment
+from swift_speedup.store.disk import DiskStore
+from swift_speedup.store.environment import DATA, LOCK, Unusable
+
+VOCABULARY = 600
+
+
+def key(number):
+    return number.to_bytes(16, 'big')
+
+
+def content(number, size=2000):
+    return torch.full((size + number % 7,), float(number))
+
+
+def sound(folder):
+    """Every entry is what was put under its key, and the store can be written to."""
+    store = DiskStore(folder)
+    try:
+        assert store.check() == []
+        keys = []
+        store.scan(lambda name, encoded, place: keys.append(name))
+        assert len(keys) == store.totals()[0]
+        for name in keys:
+            number = int.from_bytes(name, 'big')
+            assert store.get(name).tensor.equal(content(number))
+        assert store.put(key(10 ** 9), Entry(content(10 ** 9))) and store.flush() and store.get(key(10 ** 9)) is not None
+        store.remove([key(10 ** 9)])
+        return keys
+    finally:
+        store.close()
+
+
+def forked(work, kill_after=None, user=None):
+    """Exit status of a child process that runs ``work``; killed after some seconds, as another user, if these are given."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            if user is not None:
+                os.setresgid(user, user, user)
+                os.setresuid(user, user, user)
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
+
+
+class Training:
+    """A tiny Qwen2-VL with a frozen tower; the same training each time, with a cache folder or without."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = prepare(models.build('qwen2_vl', vocabulary=VOCABULARY), 'off')
+        self.model.model.visual.requires_grad_(False)
+        samples = [models.Sample(images=((1, 4, 4 + 2 * (number % 3)),), text=5) for number in range(6)]
+        self.batches = [models.make_batch('qwen2_vl', samples[start:start + 2], start, VOCABULARY) for start in (0, 2, 4)]
+        self.expected = train(self.model_twin(), self.batches * 2).losses
+
+    def model_twin(self):
+        return copy.deepcopy(self.model)
+
+    def run(self, folder, **options):
+        """Trains with the folder, checks losses; the counters."""
+        model = MyModel(self.model_twin(), cache_dir=folder, **options)
+        losses = train(model, self.batches * 2).losses
+        model.speedup.remove()
+        assert losses == self.expected
+        assert model.speedup.stats.errors == 0
+        return model.speedup.stats
+
+
+@pytest.fixture(scope='module')
+def training():
+    return Training()
+
+
+@pytest.fixture
+def filled(training, tmp_path):
+    """A folder that a training has filled."""
+    assert training.run(tmp_path / 'cache').misses == 6
+    return tmp_path / 'cache'
+
+
+def put_forever(folder, start):
+    store = DiskStore(folder, budget=4_000_000)
+    for number in range(start, start + 10 ** 6):
+        store.put(key(number), Entry(content(number)))
+        store.put_note(key(number), b'x' * 50)
+        if number % 50 == 0:
+            store.flush()
+
+
+def test_killed_a_hundred_times_in_the_middle_of_puts(tmp_path):
+    chance, folder = random.Random(0), tmp_path / 'cache'
+    kept = set()
+    for number in range(100):
+        status = forked(lambda start=number * 10 ** 6: put_forever(folder, start), kill_after=chance.uniform(0.01, 0.12))
+        assert os.WIFSIGNALED(status), 'it ended before it was killed'
+        if number % 10 == 9:
+            kept |= set(sound(folder))
+    assert len(kept) > 100
+
+
+@pytest.mark.parametrize('share', [0.0, 0.0001, 0.1, 0.5, 0.9, 0.999])
+def test_a_data_file_that_lost_its_end(training, filled, share):
+    path = filled / DATA
+    size = path.stat().st_size
+    os.truncate(path, int(size * share))
+    stats = training.run(filled)
+    assert stats.misses == 6 and training.run(filled).misses == 0
+    assert (filled / f'{DATA}.broken').exists() == (share > 0)
+
+
+@pytest.mark.parametrize('kind', ['data', 'header', 'everywhere'])
+def test_flipped_bytes(training, filled, kind):
+    path = filled / DATA
+    contents = bytearray(path.read_bytes())
+    starts = [place for place in range(0, len(contents), 2) if contents.startswith(b'SWSP', place)]
+    assert starts
+    for start in starts if kind == 'everywhere' else starts[:4]:  # old pages may hold copies
+        contents[start + (5 if kind == 'header' else 200)] ^= 4
+    path.write_bytes(contents)
+    stats = training.run(filled)
+    assert stats.store_errors > 0 and stats.misses > 0
+    assert training.run(filled).misses == 0
+    store = DiskStore(filled)
+    assert store.check() == []
+    store.close()
+
+
+@pytest.mark.parametrize('contents', [b'', b'x', b'my thesis, do not lose it\n' * 1000, bytes(100), bytes(50_000)])
+def test_a_data_file_that_is_none_of_ours(training, tmp_path, contents):
+    (tmp_path / DATA).write_bytes(contents)
+    (tmp_path / 'other.txt').write_text('mine')
+    training.run(tmp_path)
+    assert (tmp_path / 'other.txt').read_text() == 'mine'
+    remains = [path.read_bytes() for path in tmp_path.glob(f'{DATA}*')]
+    assert not contents or contents in remains  # nothing that may be somebody's is lost
+
+
+def test_a_database_that_is_none_of_ours(training, tmp_path):
+    env = lmdb.open(str(tmp_path), max_dbs=3)
+    with env.begin(write=True) as txn:
+        txn.put(b'precious', b'1', db=env.open_db(b'entries', txn))
+    env.close()
+    training.run(tmp_path)
+    with pytest.raises(Unusable, match='another folder'):
+        DiskStore(tmp_path)
+    env = lmdb.open(str(tmp_path), max_dbs=3)
+    with env.begin() as txn:
+        assert txn.stat()['entries'] == 1
+    env.close()
+
+
+def test_a_folder_that_is_a_file(training, tmp_path):
+    (tmp_path / 'file').write_text('mine')
+    training.run(tmp_path / 'file')
+    assert (tmp_path / 'file').read_text() == 'mine'
+
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason='only root can become another user')
+
+
+def opened_to_others(path):
+    for place in (path, *path.parents):
+        if place.stat().st_uid == os.getuid() and place != Path('/'):
+            place.chmod(place.stat().st_mode | 0o055)
+
+
+@needs_root
+def test_a_folder_that_cannot_be_read(training, filled):
+    opened_to_others(filled)
+    filled.chmod(0o700)
+
+    def work():
+        assert training.run(filled).misses == 6
+    assert forked(work, user=NOBODY) == 0
+
+
+@needs_root
+@pytest.mark.parametrize('lock', [True, False])
+def test_a_folder_that_can_only_be_read(training, filled, lock):
+    opened_to_others(filled)
+    if not lock:
+        (filled / LOCK).unlink()
+    before = (filled / DATA).read_bytes()
+
+    def work():
+        stats = training.run(filled)
+        assert stats.misses == 0 < stats.hits
+        store = DiskStore(filled)
+        assert not store.keeps and not store.put(key(1), Entry(content(1)))
+        store.close()
+    assert forked(work, user=NOBODY) == 0
+    assert (filled / DATA).read_bytes() == before
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MiB."""
+    folder = tmp_path / 'small'
+    folder.mkdir()
+    mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=2m', 'tmpfs', str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip('no right to mount a file system')
+    yield folder
+    subprocess.run(['umount', '-l', str(folder)], check=True)
+
+
+def fill(folder, **options):
+    store = DiskStore(folder, **options)
+    for number in range(2000):
+        store.put(key(number), Entry(content(number)))
+        if number % 20 == 0:
+            store.flush()
+    store.flush()
+    return store
+
+
+@pytest.mark.parametrize('budget', [None, 100_000_000])
+def test_a_disk_that_is_full(small_disk, training, budget, caplog):
+    store = fill(small_disk / 'cache', budget=budget)
+    found = [number for number in range(2000) if store.get(key(number)) is not None]
+    assert len(found) > 20
+    assert store.keeps == (budget is None)  # without a budget it evicts in time
+    assert sum('nothing more is kept' in record.message for record in caplog.records) <= 1
+    store.close()
+    (small_disk / 'rest').write_bytes(b'')
+    training.run(small_disk / 'other')
+    sound(small_disk / 'cache') if budget is None else check_only(small_disk / 'cache')
+
+
+def check_only(folder):
+    store = DiskStore(folder, writable=False)
+    assert store.check() == []
+    store.close()
+
+
+def test_a_file_that_may_not_grow(training, tmp_path):
+    """A quota, or a limit of the process: as a full disk, where no file system can be mounted."""
+    import resource
+
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+        store = fill(tmp_path / 'cache', budget=100_000_000)
+        assert not store.keeps and sum(store.contains(key(number)) for number in range(2000)) > 20
+        store.close()
+        training.run(tmp_path / 'other')
+    assert forked(work) == 0
+    sound(tmp_path / 'cache')
+
+
+def test_two_trainings_and_one_that_prunes(training, tmp_path):
+    folder, until = tmp_path / 'cache', time.time() + 6
+
+    def trainer():
+        while time.time() < until:
+            training.run(folder)
+
+    def pruner():
+        chance = random.Random(1)
+        store = DiskStore(folder)
+        while time.time() < until:
+            if chance.random() < 0.2:
+                store.clear()
+            else:
+                store.evict(chance.randrange(1, 20_000))
+            time.sleep(chance.uniform(0, 0.05))
+        store.close()
+    children = []
+    for work in (trainer, trainer, pruner):
+        thread = threading.Thread(target=lambda work=work: children.append(forked(work)))
+        thread.start()
+        thread.join(0.2)
+    deadline = time.time() + 60
+    while len(children) < 3 and time.time() < deadline:
+        time.sleep(0.1)
+    assert children == [0, 0, 0]
+    assert training.run(folder).errors == 0 and training.run(folder).misses == 0
+
+
+def test_entries_of_another_format_are_not_read(training, tmp_path, monkeypatch):
+    monkeypatch.setattr(codec, 'FORMAT', codec.FORMAT + 1)
+    assert training.run(tmp_path).misses == 6
+    monkeypatch.undo()
+    stats = training.run(tmp_path)
+    assert stats.misses == 6 and stats.store_errors > 0 and training.run(tmp_path).misses == 0
+
+
+def test_a_folder_of_another_layout_is_left_alone(training, tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, 'LAYOUT', b'swift_speedup 0')
+    training.run(tmp_path)
+    monkeypatch.undo()
+    before = (tmp_path / DATA).read_bytes()
+    assert training.run(tmp_path).misses == 6
+    assert (tmp_path / DATA).read_bytes() == before
+
+
+def test_the_map_grows_while_others_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, '_SMALLEST_MAP', 1 << 20)
+    folder, wrong, done = tmp_path / 'cache', [], threading.Event()
+    store = DiskStore(folder, map_bytes=1 << 20)
+    first = [number for number in range(40) if store.put(key(number), Entry(content(number)))]
+    store.flush()
+
+    def read():
+        while not done.is_set():
+            for number in first:
+                found = store.get(key(number))
+                if found is None or not found.tensor.equal(content(number)):
+                    wrong.append(number)
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for number in range(100, 600):  # in this process
+        store.put(key(number), Entry(content(number)))
+    store.flush()
+
+    def grow():  # and in another one
+        other = DiskStore(folder, map_bytes=1 << 20)
+        for number in range(1000, 3000):
+            other.put(key(number), Entry(content(number)))
+        other.flush()
+        assert other.contains(key(2999))
+        other.close()
+    assert forked(grow) == 0
+    assert store.get(key(2999)).tensor.equal(content(2999))
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong and store.errors == 0
+    store.close()
+    assert len(sound(folder)) == 2540
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __init__(self, folder):
+        self.folder = folder
+        self.store = None
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, number):
+        self.store = self.store or DiskStore(self.folder)
+        found = self.store.get(key(number))
+        if found is None:
+            self.store.put(key(number), Entry(content(number)))
+            self.store.flush()
+        return int(found is not None)
+
+
+@pytest.mark.parametrize('method', ['fork', 'spawn'])
+def test_workers_of_a_data_loader(tmp_path, method):
+    own = DiskStore(tmp_path)
+    own.put(key(0), Entry(content(0)))
+    own.flush()
+    for expected in (1, 40):
+        loader = torch.utils.data.DataLoader(Numbers(tmp_path), batch_size=4, num_workers=2, multiprocessing_context=method)
+        assert sum(int(batch.sum()) for batch in loader) == expected
+    assert own.get(key(39)).tensor.equal(content(39))
+    own.close()
+    assert len(sound(tmp_path)) == 40
+
+
+def test_an_entry_evicted_between_two_looks(training, filled, monkeypatch):
+    """Another process prunes whenever an entry was just seen."""
+    contains, gone = DiskStore.get, []
+
+    def get(self, name):
+        if not gone:
+            gone.append(name)
+            forked(lambda: DiskStore(filled).remove([name]))
+        return contains(self, name)
+    monkeypatch.setattr(DiskStore, 'get', get)
+    stats = training.run(filled)
+    assert gone and stats.misses == 1
+
+
+def anonymous_bytes():
+    line = next(line for line in Path('/proc/self/status').read_text().splitlines() if line.startswith('RssAnon'))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='needs /proc')
+@pytest.mark.parametrize('kind', ['ram', 'disk'])
+def test_memory_is_bounded_over_ten_thousand_puts(tmp_path, kind):
+    budget, size = 20_000_000, 25_000  # floats: 100 kB each, 1 GB in all
+    store = RamStore(budget) if kind == 'ram' else DiskStore(tmp_path, budget, queue_bytes=budget)
+    for number in range(200):
+        store.put(key(number), Entry(torch.full((size,), 1.0)))
+    store.flush()
+    before = anonymous_bytes()
+    for number in range(10_000):
+        store.put(key(number), Entry(torch.full((size,), float(number))))
+        if kind == 'disk' and number % 100 == 0:
+            store.flush()
+    store.flush()
+    assert anonymous_bytes() - before < budget and store.nbytes <= budget
+    store.close()
