@@ -185,7 +185,7 @@ class Call:
             return tensor
         picked = self.layout.pick(name, tensor, indices)
         if len(set(indices)) < len(indices) and self.root is self and tensor is self.arguments.tensors[0]:
-            picked = _altered(picked, tensor)
+            picked = _altered(picked, self.layout.pick(name, tensor, indices[:1]))
         return picked
 
 

@@ -71,6 +71,22 @@ def test_hits_misses_and_duplicates_give_what_the_tower_gives():
     assert 0 < stats.saved_seconds and stats.hit_rate == 3 / 7
 
 
+@pytest.mark.parametrize('convention', ['packed patches', 'batch first', 'tokens'])
+def test_a_first_batch_of_one_sample_many_times(convention):
+    """Completions of one image: it is proved with another sample beside it, and computed once from then on."""
+    def layers(pixels, **more):
+        return pixels * 2
+
+    kind, shape, more = {
+        'packed patches': ('media', (4, 3), {'grid_thw': torch.tensor([[1, 2, 2]] * 5)}),
+        'batch first': ('media', (1, 3, 4, 4), {}), 'tokens': ('tokens', (1, 6, 4), {})}[convention]
+    rig, batches = Rig(function=layers, kind=kind, causal=True), [torch.rand(shape).repeat(5, *[1] * (len(shape) - 1)) for _ in range(2)]
+    for batch in (*batches, *batches):
+        assert torch.equal(rig.evaluate(batch, **more), batch * 2)
+    assert not rig.step.whole and (rig.stats.hits, rig.stats.deduplicated, rig.stats.errors) == (10, 4, 0)
+    assert rig.calls == [size * batches[0].shape[0] // 5 for size in (5, 2, 1)]
+
+
 def test_what_nobody_uses_is_neither_computed_nor_kept():
     rig = Rig()
     for patches in (PATCHES, PATCHES, PATCHES + 1):
