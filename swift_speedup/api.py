@@ -120,6 +120,14 @@ class Speedup:
         self._store.clear()
         self.stats.stored_samples = self.stats.stored_bytes = 0
 
+    def kept_bytes_per_sample(self) -> float:
+        """Bytes that are kept for a sample on the average, of all its outputs; 0.0 before the first."""
+        return self._reuse.kept_bytes() / self.stats.misses if self.stats.misses else 0.0
+
+    def room(self) -> str:
+        """Where outputs are kept and how much room there is, for people."""
+        return self._store.room()
+
     def epoch_ended(self, first: bool) -> None:
         """For hosts that know: samples that do not come back in a later epoch than the ``first`` are not kept any more (Rule 9)."""
         self._reuse.epoch_ended(first)

@@ -2,6 +2,7 @@
 import copy
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,10 +85,11 @@ class Arm:
 
 
 def make_arms(names: Sequence[str], subject: Subject, tuner: str, frozen_layers: int, checkpointing: str, device: str,
-              dtype: torch.dtype) -> list[Arm]:
+              dtype: torch.dtype, folder: Path | None = None) -> list[Arm]:
     """Twins that share the storage of what is frozen, each prepared as ms-swift prepares a model for training.
 
-    The first ``frozen_layers`` layers of the language model are frozen, with the embeddings when there are any.
+    The first ``frozen_layers`` layers of the language model are frozen, with the embeddings when there are any. With a ``folder``, arms
+    that cache do so in a folder of their own in it.
     """
     model = subject.build().to(device=device, dtype=dtype)
     model.config.use_cache = False
@@ -105,7 +107,10 @@ def make_arms(names: Sequence[str], subject: Subject, tuner: str, frozen_layers:
         _prepare(twin, tower, checkpointing)
         # With frozen layers the trainable part alone is what is left when their graph is skipped too.
         skipped = _GRAPH_ONLY if name == 'floor' and frozen_layers else None
-        arms.append(Arm(name, twin, subject, tower, layers, _OPTIONS.get(name, skipped)))
+        options = _OPTIONS.get(name, skipped)
+        if folder is not None and options == {}:
+            options = {'cache_dir': folder / name}
+        arms.append(Arm(name, twin, subject, tower, layers, options))
     return arms
 
 

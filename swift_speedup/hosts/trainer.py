@@ -7,6 +7,10 @@ from ..api import Speedup
 from ..log import logger
 
 
+def _size(nbytes: float) -> str:
+    return f'{nbytes / 2 ** 30:.2f} GiB' if nbytes >= 2 ** 30 else f'{nbytes / 2 ** 20:.2f} MiB'
+
+
 def follow(trainer: Any, handle: Speedup) -> None:
     """Make ``trainer`` tell of epochs and log the numbers of ``handle``."""
     trainer.callback_handler.callbacks.insert(0, SummaryCallback(handle))  # before those that report what is logged
@@ -18,6 +22,21 @@ class SummaryCallback(TrainerCallback):
     def __init__(self, handle: Speedup):
         self._handle = handle
         self._epochs = 0  # that this process has seen: after a resume the cache may be empty
+        self._samples = 0  # of the dataset, while nothing was said about the size of the cache
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+        try:
+            self._samples = len(train_dataloader.dataset) if state.is_local_process_zero else 0
+        except (AttributeError, TypeError):  # a stream
+            self._samples = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        stats = self._handle.stats
+        if self._samples and stats.misses:
+            each = self._handle.kept_bytes_per_sample()
+            logger.info('%s per sample are kept: about %s for a dataset of %d rows with one such sample each; %s', _size(each),
+                        _size(each * self._samples), self._samples, self._handle.room())
+            self._samples = 0
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._handle.epoch_ended(first=not self._epochs)

@@ -89,6 +89,10 @@ class Reuse:
         return whole + [f'{name}: output {output} is kept, {size / count / 1024:,.1f} KiB per sample'
                         for (name, output), (count, size) in self._memo.kept_bytes.items() if count]
 
+    def kept_bytes(self) -> int:
+        """Of all that was stored since the beginning."""
+        return sum(size for _, size in self._memo.kept_bytes.values())
+
     def kept(self) -> list[str]:
         """What the stored entries are: outputs of which modules."""
         return list(dict.fromkeys(name for (name, _), (count, _) in self._memo.kept_bytes.items() if count))

@@ -81,6 +81,10 @@ class Store(abc.ABC):
         return True
 
     @abc.abstractmethod
+    def room(self) -> str:
+        """Where entries lie and how much room there is, for people."""
+
+    @abc.abstractmethod
     def __len__(self) -> int:
         """Number of entries."""
 
@@ -121,6 +125,9 @@ class NullStore(Store):
 
     def close(self):
         pass
+
+    def room(self):
+        return 'nothing is kept'
 
     def __len__(self):
         return 0

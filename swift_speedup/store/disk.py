@@ -260,6 +260,12 @@ class DiskStore(Store):
     def nbytes(self):
         return self.totals()[1] + self._writer.nbytes
 
+    def room(self):
+        if not self.keeps:
+            return f'{self.folder} is only read'
+        limit = self._limit(self.nbytes)
+        return f'in {self.folder}, {limit / 2 ** 30:.2f} GiB at most, {self.nbytes / 2 ** 30:.2f} GiB of them are used'
+
     def flush(self):
         return self._writer.flush()
 

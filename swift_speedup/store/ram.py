@@ -86,6 +86,9 @@ class RamStore(Store):
     def close(self):
         self.clear()
 
+    def room(self):
+        return f'in memory, {self.budget / GIB:.2f} GiB at most'
+
     def __len__(self):
         return len(self._entries)
 

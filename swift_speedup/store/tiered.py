@@ -54,6 +54,9 @@ class TieredStore(Store):
         self.fast.close()
         self.slow.close()
 
+    def room(self):
+        return f'{self.slow.room()}; copies {self.fast.room()}'
+
     def __len__(self):
         return max(len(self.slow), len(self.fast))
 

@@ -1,12 +1,14 @@
 """Puts without waiting: a bounded queue and one thread that commits what lies in it, in batches."""
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 from .base import Entry
 
-_BATCH_BYTES, _BATCH_ITEMS = 64 << 20, 512
+_BATCH_BYTES, _BATCH_ITEMS = 64 << 20, 4096
+_MOST = 1 << 16  # entries that wait
 _LINGER = 0.05  # seconds that a batch waits for more
 
 Commit = Callable[[Mapping[bytes, Entry], Mapping[bytes, bytes]], None]  # entries and notes
@@ -26,7 +28,7 @@ class Writer:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._entries: dict[bytes, Entry] = {}
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # a dict that loses its first items is slow to begin with
         self._notes: dict[bytes, bytes] = {}
         self._taken: tuple[dict, dict] = ({}, {})  # being committed
         self._nbytes = 0
@@ -41,7 +43,7 @@ class Writer:
     def put(self, key: bytes, entry: Entry) -> bool:
         """``False``: the queue is full. An entry of any size fits into an empty one."""
         with self._here():
-            if self._closed or (self._nbytes and self._nbytes + entry.nbytes > self._limit):
+            if self._closed or len(self._entries) >= _MOST or (self._nbytes and self._nbytes + entry.nbytes > self._limit):
                 return False
             self._nbytes += entry.nbytes - (self._entries[key].nbytes if key in self._entries else 0)
             self._entries[key] = entry
@@ -97,9 +99,9 @@ class Writer:
         entries: dict[bytes, Entry] = {}
         nbytes = 0
         while self._entries and nbytes < _BATCH_BYTES and len(entries) < _BATCH_ITEMS:
-            key = next(iter(self._entries))
-            entries[key] = self._entries.pop(key)
-            nbytes += entries[key].nbytes
+            key, entry = self._entries.popitem(last=False)
+            entries[key] = entry
+            nbytes += entry.nbytes
         notes, self._notes = self._notes, {}
         return entries, notes
 
@@ -107,7 +109,7 @@ class Writer:
         """Forget what waits and is not being committed."""
         with self._here():
             self._nbytes -= sum(entry.nbytes for entry in self._entries.values())
-            self._entries, self._notes = {}, {}
+            self._entries, self._notes = OrderedDict(), {}
             self._changed.notify_all()
 
     def flush(self, timeout: Optional[float] = None) -> bool:

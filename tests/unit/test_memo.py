@@ -80,7 +80,8 @@ def test_a_first_batch_of_one_sample_many_times(convention):
     kind, shape, more = {
         'packed patches': ('media', (4, 3), {'grid_thw': torch.tensor([[1, 2, 2]] * 5)}),
         'batch first': ('media', (1, 3, 4, 4), {}), 'tokens': ('tokens', (1, 6, 4), {})}[convention]
-    rig, batches = Rig(function=layers, kind=kind, causal=True), [torch.rand(shape).repeat(5, *[1] * (len(shape) - 1)) for _ in range(2)]
+    rig = Rig(function=layers, kind=kind, causal=True)
+    batches = [torch.rand(shape).repeat(5, *[1] * (len(shape) - 1)) for _ in range(2)]
     for batch in (*batches, *batches):
         assert torch.equal(rig.evaluate(batch, **more), batch * 2)
     assert not rig.step.whole and (rig.stats.hits, rig.stats.deduplicated, rig.stats.errors) == (10, 4, 0)

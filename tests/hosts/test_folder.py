@@ -1,0 +1,73 @@
+"""``--frozen_cache_dir`` through the real swift: what one run has computed, the next ones find.
+
+Whatever their batches and learning rates.
+"""
+import json
+
+import pytest
+from toys import swift_run
+
+from swift_speedup.cli.main import main
+
+COMMON = ['--model_type', 'qwen2_vl', '--template', 'qwen2_vl', '--num_train_epochs', '2', '--gradient_accumulation_steps', '2',
+          '--external_plugins', str(swift_run.RECORDER), *swift_run.CPU_FLAGS]
+RUNS = {  # name -> flags of its own
+    'first': ['--per_device_train_batch_size', '1', '--learning_rate', '1e-2'],
+    'again': ['--per_device_train_batch_size', '1', '--learning_rate', '1e-2'],
+    'other': ['--per_device_train_batch_size', '2', '--learning_rate', '1e-3', '--frozen_ram_gib', '0.1'],
+}
+
+
+@pytest.fixture(scope='module')
+def runs(inputs, tmp_path_factory):
+    """The runs in their order, with the same folder; and one that cannot use it, because it is a file."""
+    folder = tmp_path_factory.mktemp('folder')
+    (folder / 'file').write_text('mine')
+    finished = {}
+    for name, flags in {**RUNS, 'unusable': RUNS['first']}.items():
+        place = folder / name
+        place.mkdir()
+        cache = folder / ('file' if name == 'unusable' else 'cache')
+        command = swift_run.command(
+            'swift-speedup', 'sft', '--model', str(inputs / 'model'), '--dataset', str(inputs / 'data.jsonl'), *COMMON, *flags,
+            '--output_dir', str(place / 'out'), '--frozen_cache_dir', str(cache))
+        status = swift_run.run(command, swift_run.environment(place / 'record.jsonl', OMP_NUM_THREADS='1'), place / 'log', timeout=300)
+        log = (place / 'log').read_text(encoding='utf-8')
+        assert status == 0, log[-4000:]
+        logged = [json.loads(line) for path in place.glob('out/**/logging.jsonl') for line in path.read_text().splitlines()]
+        finished[name] = swift_run.read_record(place / 'record.jsonl'), log, logged
+    return folder / 'cache', finished
+
+
+def test_the_next_run_finds_everything(runs):
+    _, finished = runs
+    first, again, other = (finished[name][0][-1]['stats'] for name in RUNS)
+    assert first['misses'] > 0
+    assert again['misses'] == again['frozen_calls'] == again['checks'] == 0 < again['hits']
+    assert other['misses'] == other['frozen_calls'] == 0 < other['hits']
+    assert [row['loss'] for row in finished['again'][0]] == [row['loss'] for row in finished['first'][0]]
+
+
+def test_numbers_are_in_the_log_and_the_size_is_foretold(runs):
+    _, finished = runs
+    _, log, logged = finished['again']
+    assert [row['speedup_hit_rate'] for row in logged if 'speedup_hit_rate' in row][-1] == 1.0
+    assert {'speedup_stored_gib', 'speedup_saved_seconds', 'speedup_queue_drops'} <= set(logged[0])
+    assert 'per sample are kept: about' in finished['first'][1] and 'GiB at most' in finished['first'][1]
+
+
+def test_a_folder_that_cannot_be_used_costs_nothing(runs):
+    folder, finished = runs
+    record, log, _ = finished['unusable']
+    assert [row['loss'] for row in record] == [row['loss'] for row in finished['first'][0]]
+    assert 'outputs are kept in memory only' in log and record[-1]['stats']['hits'] > 0
+    assert (folder.parent / 'file').read_text() == 'mine'
+
+
+def test_the_command_describes_what_training_left(runs, capsys):
+    folder, finished = runs
+    assert main(['cache', 'stats', str(folder), '--json']) == 0
+    found = json.loads(capsys.readouterr().out)
+    (group,) = found['groups']
+    assert any('visual' in name for name in group['segments']) and group['foreign'] == [] and found['damaged'] == 0
+    assert main(['cache', 'verify', str(folder), '--json']) == 0
