@@ -128,6 +128,10 @@ class Speedup:
         """Where outputs are kept and how much room there is, for people."""
         return self._store.room()
 
+    def wait_for_room(self) -> None:
+        """Wait while the writer of a folder has more to do than it can hold: for hosts that would rather wait than lose an output."""
+        self._store.wait_for_room()
+
     def epoch_ended(self, first: bool) -> None:
         """For hosts that know: samples that do not come back in a later epoch than the ``first`` are not kept any more (Rule 9)."""
         self._reuse.epoch_ended(first)

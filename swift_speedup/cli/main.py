@@ -21,6 +21,8 @@ def main(argv: Optional[list[str]] = None) -> int:
             return _train(command, argv[1:])
         if command == 'plan':
             return _plan(argv[1:])
+        if command == 'precompute':
+            return _precompute(argv[1:])
         if command == 'cache':
             from . import cache  # torch is slow to import
             return cache.main(argv[1:])
@@ -41,6 +43,7 @@ def usage() -> str:
     lines = ['usage: swift-speedup sft|pt|rlhf <every swift flag> [options]  train with the plugin, ms-swift unpatched',
              '       swift-speedup plan [sft|pt|rlhf] <the same flags>       what would be skipped and cached, and the gain that',
              '                                                               FLOPs predict; loads no weights, trains nothing',
+             '       swift-speedup precompute [sft|pt|rlhf] <the same flags> fill the folder of --frozen_cache_dir without training',
              '       swift-speedup cache stats|verify|prune|clear|merge DIR  what lies in a cache folder; cache --help has the options',
              '       swift-speedup plugin                                    path of the file for swift --external_plugins',
              '', 'options:']
@@ -64,16 +67,32 @@ def _train(command: str, argv: list[str]) -> int:
 
 
 def _plan(argv: list[str]) -> int:
-    command = argv[0] if argv and argv[0] in _TRAINING else 'sft'
-    flags = argv[1:] if argv and argv[0] in _TRAINING else argv
-    if not flags:
-        raise ConfigError('plan needs the flags of the training that is planned, such as --model and --dataset')
-    SpeedupConfig.from_named(dict(_frozen_flags(flags)), flag_name)
+    command, flags = _split(argv, 'plan')
     check_plan_options(flags)
     from swift.cli.main import cli_main
     sys.argv = ['swift-speedup', 'plan', *flags, '--plan_command', command]
     cli_main(route_mapping={'plan': 'swift_speedup.cli.run.swift_speedup_plan'})
     return 0
+
+
+def _precompute(argv: list[str]) -> int:
+    command, flags = _split(argv, 'precompute')
+    if 'cache_dir' not in dict(_frozen_flags(flags)):
+        raise ConfigError(f'precompute fills a folder: add {flag_name("cache_dir")} DIR')
+    from swift.cli.main import cli_main
+    # By the training's own name: ms-swift's launcher starts several ranks for some names only.
+    sys.argv = ['swift-speedup', command, *flags, '--precompute_command', command]
+    cli_main(route_mapping={command: 'swift_speedup.cli.run.swift_speedup_precompute'})
+    return 0
+
+
+def _split(argv: list[str], name: str) -> tuple[str, list[str]]:
+    """Which training is meant, and its flags, checked."""
+    command, flags = (argv[0], argv[1:]) if argv and argv[0] in _TRAINING else ('sft', argv)
+    if not flags:
+        raise ConfigError(f'{name} needs the flags of the training that is meant, such as --model and --dataset')
+    SpeedupConfig.from_named(dict(_frozen_flags(flags)), flag_name)
+    return command, flags
 
 
 def _frozen_flags(argv: list[str]) -> Iterator[tuple[str, str]]:

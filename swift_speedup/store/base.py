@@ -76,6 +76,10 @@ class Store(abc.ABC):
     def close(self) -> None:
         """Give back what the store holds; entries of a persistent store stay. Every method may still be called: nothing is found."""
 
+    def wait_for_room(self) -> bool:
+        """Wait until a put of usual size would not be dropped; ``False`` if there is no need to."""
+        return False
+
     def flush(self) -> bool:
         """Wait until everything that was put is kept; ``False`` if that is not so."""
         return True

@@ -49,6 +49,7 @@ class DiskStore(Store):
         self._closed = False
         self._corrupt: set[bytes] = set()
         self._used: dict[bytes, None] = {}  # since the last commit
+        self._queue_bytes = queue_bytes
         self._writer = Writer(self._commit, queue_bytes)
         _close_at_exit(self)
 
@@ -265,6 +266,9 @@ class DiskStore(Store):
             return f'{self.folder} is only read'
         limit = self._limit(self.nbytes)
         return f'in {self.folder}, {limit / 2 ** 30:.2f} GiB at most, {self.nbytes / 2 ** 30:.2f} GiB of them are used'
+
+    def wait_for_room(self):
+        return self._writer.nbytes > self._queue_bytes // 2 and self._writer.flush()
 
     def flush(self):
         return self._writer.flush()

@@ -47,6 +47,9 @@ class TieredStore(Store):
         self.fast.clear()
         self.slow.clear()
 
+    def wait_for_room(self):
+        return self.slow.wait_for_room()
+
     def flush(self):
         return self.slow.flush()
 

@@ -3,6 +3,7 @@
 Whatever their batches and learning rates.
 """
 import json
+import re
 
 import pytest
 from toys import swift_run
@@ -71,3 +72,33 @@ def test_the_command_describes_what_training_left(runs, capsys):
     (group,) = found['groups']
     assert any('visual' in name for name in group['segments']) and group['foreign'] == [] and found['damaged'] == 0
     assert main(['cache', 'verify', str(folder), '--json']) == 0
+
+
+@pytest.fixture(scope='module')
+def precomputed(inputs, tmp_path_factory):
+    """``precompute`` twice, the second time by two ranks, then training; each one's log, and the training's record."""
+    folder = tmp_path_factory.mktemp('precomputed')
+    flags = ['--model', str(inputs / 'model'), '--dataset', str(inputs / 'data.jsonl'), *COMMON, *RUNS['first'],
+             '--output_dir', str(folder / 'out'), '--frozen_cache_dir', str(folder / 'cache')]
+    logs = {}
+    for name, command, more in (('first', ('precompute',), {}), ('second', ('precompute', 'sft'), {'NPROC_PER_NODE': '2'}),
+                                ('training', ('sft',), {})):
+        variables = swift_run.environment(folder / 'record.jsonl', OMP_NUM_THREADS='1') | more
+        status = swift_run.run(swift_run.command('swift-speedup', *command, *flags), variables, folder / name, timeout=300)
+        logs[name] = (folder / name).read_text(encoding='utf-8')
+        assert status == 0, logs[name][-4000:]
+    return logs, swift_run.read_record(folder / 'record.jsonl'), inputs
+
+
+def test_precompute_fills_the_folder_and_training_finds_everything(precomputed, runs):
+    logs, record, _ = precomputed
+    first = re.search(r'(\d+) samples computed, (\d+) were there; 0 lost, 0 troubles', logs['first'])
+    assert int(first.group(1)) > 0 and 'computing frozen parts' in logs['first']
+    stats = record[-1]['stats']
+    assert stats['misses'] == stats['frozen_calls'] == stats['checks'] == 0 < stats['hits']
+    assert [row['loss'] for row in record] == [row['loss'] for row in runs[1]['first'][0]]  # nothing was trained before
+
+
+def test_precompute_again_by_two_ranks_computes_nothing(precomputed):
+    lines = re.findall(r'(\d+) samples computed, (\d+) were there; 0 lost, 0 troubles', precomputed[0]['second'])
+    assert len(lines) == 2 and all(computed == '0' and int(there) > 0 for computed, there in lines)
