@@ -49,7 +49,7 @@ class Environment:
         self._open()
 
     def _open(self) -> None:
-        if self._env is not None:  # after a fork: the parent's, whose reader table is not this process's
+        if self._env is not None:  # after a fork: the parent's, whose place in the reader table is not this process's
             self._env.close()
             self._env = None
         if self.writable:
@@ -66,7 +66,7 @@ class Environment:
                     size //= 4
                     continue
                 raise Unusable(f'{self.folder} cannot be opened ({error})') from error
-        self._idle, self._active, self._pid = threading.Condition(), 0, os.getpid()
+        self._active, self._pid = 0, os.getpid()
         self._env.reader_check()  # slots of processes that were killed
         self._open_databases()
 
@@ -133,10 +133,10 @@ class Environment:
 
     @contextlib.contextmanager
     def _transaction(self, write: bool) -> Iterator[lmdb.Transaction]:
-        if self._pid != os.getpid():
-            self._open()
         idle = self._idle
         with idle:
+            if self._pid != os.getpid():
+                self._open()
             if self._env is None:
                 raise Unusable(f'{self.folder} is closed')
             self._active += 1
@@ -166,6 +166,15 @@ class Environment:
         with contextlib.suppress(lmdb.Error):
             self._env.sync(True)
 
+    def hold(self) -> None:
+        """Wait until no transaction is under way and let none begin until :meth:`go_on`."""
+        self._idle.acquire()
+        while self._active:
+            self._idle.wait()
+
+    def go_on(self) -> None:
+        self._idle.release()
+
     def close(self) -> None:
         if self._pid != os.getpid():
             return
@@ -179,6 +188,22 @@ class Environment:
 
 _opened: dict[str, Environment] = {}  # LMDB must not be opened twice in one process
 _registry = threading.Lock()
+
+
+def _before_fork() -> None:
+    """No transaction is under way in any thread while the process forks: LMDB would wait for it in the child for ever."""
+    _registry.acquire()
+    for environment in _opened.values():
+        environment.hold()
+
+
+def _after_fork() -> None:
+    for environment in _opened.values():
+        environment.go_on()
+    _registry.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 def acquire(folder: Path, writable: bool, map_bytes: Optional[int] = None) -> Environment:
