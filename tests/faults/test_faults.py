@@ -1,100 +1,18 @@
 """Faults, each for real: whatever happens to the folder, training goes on as without a cache, and the folder is sound afterwards."""
-import copy
 import os
 import random
-import signal
 import subprocess
 import threading
 import time
-import traceback
 from pathlib import Path
 
 import lmdb
 import pytest
-import torch
-from parity.harness import prepare, train
-from toys import models
+from faults.rig import Training, content, forked, key, sound
 
-from swift_speedup import MyModel
-from swift_speedup.store import Entry, RamStore, codec, environment
+from swift_speedup.store import Entry, codec, environment
 from swift_speedup.store.disk import DiskStore
 from swift_speedup.store.environment import DATA, LOCK, Unusable
-
-VOCABULARY = 600
-
-
-def key(number):
-    return number.to_bytes(16, 'big')
-
-
-def content(number, size=2000):
-    return torch.full((size + number % 7,), float(number))
-
-
-def sound(folder):
-    """Every entry is what was put under its key, and the store can be written to."""
-    store = DiskStore(folder)
-    try:
-        assert store.check() == []
-        keys = []
-        store.scan(lambda name, encoded, place: keys.append(name))
-        assert len(keys) == store.totals()[0]
-        for name in keys:
-            number = int.from_bytes(name, 'big')
-            assert store.get(name).tensor.equal(content(number))
-        assert store.put(key(10 ** 9), Entry(content(10 ** 9))) and store.flush() and store.get(key(10 ** 9)) is not None
-        store.remove([key(10 ** 9)])
-        return keys
-    finally:
-        store.close()
-
-
-def forked(work, kill_after=None, user=None):
-    """Exit status of a child process that runs ``work``; killed after some seconds, as another user, if these are given."""
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            if user is not None:
-                os.setresgid(user, user, user)
-                os.setresuid(user, user, user)
-            work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(child, signal.SIGKILL)
-    return os.waitpid(child, 0)[1]
-
-
-class Training:
-    """A tiny Qwen2-VL with a frozen tower; the same training each time, with a cache folder or without."""
-
-    def __init__(self):
-        torch.manual_seed(0)
-        self.model = prepare(models.build('qwen2_vl', vocabulary=VOCABULARY), 'off')
-        self.model.model.visual.requires_grad_(False)
-        samples = [models.Sample(images=((1, 4, 4 + 2 * (number % 3)),), text=5) for number in range(6)]
-        self.batches = [models.make_batch('qwen2_vl', samples[start:start + 2], start, VOCABULARY) for start in (0, 2, 4)]
-        self.expected = train(self.model_twin(), self.batches * 2).losses
-
-    def model_twin(self):
-        return copy.deepcopy(self.model)
-
-    def run(self, folder, exact=True, **options):
-        """Trains with the folder, checks losses; the counters. Not exact: batches may be put together from hits and misses."""
-        model = MyModel(self.model_twin(), cache_dir=folder, **options)
-        losses = train(model, self.batches * 2).losses
-        stats = model.speedup.stats
-        model.speedup.remove()
-        if exact:
-            assert losses == self.expected
-        assert [float.fromhex(loss) for loss in losses] == pytest.approx([float.fromhex(loss) for loss in self.expected], rel=1e-6)
-        assert stats.errors == 0
-        return stats
 
 
 @pytest.fixture(scope='module')
@@ -107,26 +25,6 @@ def filled(training, tmp_path):
     """A folder that a training has filled."""
     assert training.run(tmp_path / 'cache').misses == 6
     return tmp_path / 'cache'
-
-
-def put_forever(folder, start):
-    store = DiskStore(folder, budget=4_000_000)
-    for number in range(start, start + 10 ** 6):
-        store.put(key(number), Entry(content(number)))
-        store.put_note(key(number), b'x' * 50)
-        if number % 50 == 0:
-            store.flush()
-
-
-def test_killed_a_hundred_times_in_the_middle_of_puts(tmp_path):
-    chance, folder = random.Random(0), tmp_path / 'cache'
-    kept = set()
-    for number in range(100):
-        status = forked(lambda start=number * 10 ** 6: put_forever(folder, start), kill_after=chance.uniform(0.01, 0.12))
-        assert os.WIFSIGNALED(status), 'it ended before it was killed'
-        if number % 10 == 9:
-            kept |= set(sound(folder))
-    assert len(kept) > 100
 
 
 @pytest.mark.parametrize('share', [0.0, 0.0001, 0.1, 0.5, 0.9, 0.999])
@@ -329,73 +227,6 @@ def test_a_folder_of_another_layout_is_left_alone(training, tmp_path, monkeypatc
     assert (tmp_path / DATA).read_bytes() == before
 
 
-def test_the_map_grows_while_others_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, '_SMALLEST_MAP', 1 << 20)
-    folder, wrong, done = tmp_path / 'cache', [], threading.Event()
-    store = DiskStore(folder, map_bytes=1 << 20)
-    first = [number for number in range(40) if store.put(key(number), Entry(content(number)))]
-    store.flush()
-
-    def read():
-        while not done.is_set():
-            for number in first:
-                found = store.get(key(number))
-                if found is None or not found.tensor.equal(content(number)):
-                    wrong.append(number)
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    for number in range(100, 600):  # in this process
-        store.put(key(number), Entry(content(number)))
-    store.flush()
-
-    def grow():  # and in another one
-        other = DiskStore(folder, map_bytes=1 << 20)
-        for number in range(1000, 3000):
-            other.put(key(number), Entry(content(number)))
-        other.flush()
-        assert other.contains(key(2999))
-        other.close()
-    assert forked(grow) == 0
-    assert store.get(key(2999)).tensor.equal(content(2999))
-    done.set()
-    for reader in readers:
-        reader.join()
-    assert not wrong and store.errors == 0
-    store.close()
-    assert len(sound(folder)) == 2540
-
-
-class Numbers(torch.utils.data.Dataset):
-    def __init__(self, folder):
-        self.folder = folder
-        self.store = None
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, number):
-        self.store = self.store or DiskStore(self.folder)
-        found = self.store.get(key(number))
-        if found is None:
-            self.store.put(key(number), Entry(content(number)))
-            self.store.flush()
-        return int(found is not None)
-
-
-@pytest.mark.parametrize('method', ['fork', 'spawn'])
-def test_workers_of_a_data_loader(tmp_path, method):
-    own = DiskStore(tmp_path)
-    own.put(key(0), Entry(content(0)))
-    own.flush()
-    for expected in (1, 40):
-        loader = torch.utils.data.DataLoader(Numbers(tmp_path), batch_size=4, num_workers=2, multiprocessing_context=method)
-        assert sum(int(batch.sum()) for batch in loader) == expected
-    assert own.get(key(39)).tensor.equal(content(39))
-    own.close()
-    assert len(sound(tmp_path)) == 40
-
-
 def test_an_entry_evicted_between_two_looks(training, filled, monkeypatch):
     """Another process prunes whenever an entry was just seen."""
     contains, gone = DiskStore.get, []
@@ -408,26 +239,3 @@ def test_an_entry_evicted_between_two_looks(training, filled, monkeypatch):
     monkeypatch.setattr(DiskStore, 'get', get)
     stats = training.run(filled, exact=False)
     assert gone and stats.misses == 1
-
-
-def anonymous_bytes():
-    line = next(line for line in Path('/proc/self/status').read_text().splitlines() if line.startswith('RssAnon'))
-    return int(line.split()[1]) * 1024
-
-
-@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='needs /proc')
-@pytest.mark.parametrize('kind', ['ram', 'disk'])
-def test_memory_is_bounded_over_ten_thousand_puts(tmp_path, kind):
-    budget, size = 20_000_000, 25_000  # floats: 100 kB each, 1 GB in all
-    store = RamStore(budget) if kind == 'ram' else DiskStore(tmp_path, budget, queue_bytes=budget)
-    for number in range(200):
-        store.put(key(number), Entry(torch.full((size,), 1.0)))
-    store.flush()
-    before = anonymous_bytes()
-    for number in range(10_000):
-        store.put(key(number), Entry(torch.full((size,), float(number))))
-        if kind == 'disk' and number % 100 == 0:
-            store.flush()
-    store.flush()
-    assert anonymous_bytes() - before < budget and store.nbytes <= budget
-    store.close()
