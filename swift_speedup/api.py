@@ -1,7 +1,7 @@
 """``MyModel`` and the ``.speedup`` handle: the one place that calls the stages in order."""
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from .segments.plan import Plan, render
 from .segments.reuse import Reuse
 from .segments.trace import Trace, Tracer
 from .stats import Stats
+from .store import Store
 from .store.choose import make_store
 
 
@@ -42,8 +43,8 @@ class MyModel(metaclass=_AttachedType):
         return attach(model, SpeedupConfig.from_named(options))
 
 
-def attach(model: nn.Module, config: SpeedupConfig) -> nn.Module:
-    """``MyModel`` with a ready config."""
+def attach(model: nn.Module, config: SpeedupConfig, store: Optional[Store] = None) -> nn.Module:
+    """``MyModel`` with a ready config, and with another store than the one that the config describes."""
     if not isinstance(model, nn.Module):
         raise AttachError(f'MyModel takes a torch.nn.Module, got {type(model).__qualname__}')
     attached = root_handle(model)
@@ -56,17 +57,17 @@ def attach(model: nn.Module, config: SpeedupConfig) -> nn.Module:
         raise AttachError(f'{inside or "this module"} already belongs to another attachment; call remove() on that one first')
     if not swappable(model):
         raise AttachError(f'{type(model).__qualname__} is a traced or scripted module; attach before tracing')
-    Speedup(model, config)
+    Speedup(model, config, store)
     return model
 
 
 class Speedup:
     """The handle of one attachment, ``model.speedup``."""
 
-    def __init__(self, model: nn.Module, config: SpeedupConfig):
+    def __init__(self, model: nn.Module, config: SpeedupConfig, store: Optional[Store] = None):
         self.config = config
         self.stats = Stats()
-        self._store = make_store(config)
+        self._store = make_store(config) if store is None else store
         self.stats.stored_samples, self.stats.stored_bytes = len(self._store), self._store.nbytes
         names = {module: path for path, module in model.named_modules()}
         self._tracer = Tracer(names, self._on_trace)

@@ -2,6 +2,7 @@
 import argparse
 import json
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ USAGE = """usage: swift-speedup cache stats DIR [--json]           what is in th
        swift-speedup cache prune DIR [--older-than 30d] [--foreign] [--to-gib N] [--json]
                                                         drop damaged entries; old ones; those of other versions; the least used
        swift-speedup cache clear DIR                    drop everything
+       swift-speedup cache why DIR --image FILE [--json] <swift flags: --model and those of the training>
+                                                        is the image there, and if not, which part of its key is different
        swift-speedup cache merge DIR SOURCE...          copy into DIR what folders filled elsewhere have more"""
 
 
@@ -34,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ('-h', '--help', 'help'):
         print(USAGE)
         return 0 if argv else 2
+    if argv[0] == 'why':
+        return _why(argv[1:])
     options = _parser().parse_args(argv)
     try:
         return _COMMANDS[options.command](options)
@@ -176,6 +181,25 @@ def _merge(options: argparse.Namespace) -> int:
         target.close()
     print(f'{copied:,} entries copied')
     return int(lost is not None)
+
+
+def _why(argv: Sequence[str]) -> int:
+    parser = _Parser(prog='swift-speedup cache why', add_help=False, allow_abbrev=False)
+    parser.add_argument('folder', type=Path)
+    parser.add_argument('--image', type=Path, required=True)
+    parser.add_argument('--json', action='store_true')
+    options, flags = parser.parse_known_args(argv)
+    with _opened(options.folder, writable=False):
+        pass
+    if not options.image.is_file():
+        raise ConfigError(f'{options.image} is not a file')
+    if not any(flag.partition('=')[0] == '--model' for flag in flags):
+        raise ConfigError('cache why needs --model, and the flags of the training that change what the model is or sees')
+    from swift.cli.main import cli_main  # slow to import
+    sys.argv = ['swift-speedup', 'why', *flags, '--why_folder', str(options.folder), '--why_image', str(options.image),
+                *(['--why_json'] if options.json else [])]
+    cli_main(route_mapping={'why': 'swift_speedup.cli.run.swift_speedup_why'})
+    return 0
 
 
 _COMMANDS = {'stats': _stats, 'verify': _verify, 'prune': _prune, 'clear': _clear, 'merge': _merge}

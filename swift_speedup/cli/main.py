@@ -44,7 +44,7 @@ def usage() -> str:
              '       swift-speedup plan [sft|pt|rlhf] <the same flags>       what would be skipped and cached, and the gain that',
              '                                                               FLOPs predict; loads no weights, trains nothing',
              '       swift-speedup precompute [sft|pt|rlhf] <the same flags> fill the folder of --frozen_cache_dir without training',
-             '       swift-speedup cache stats|verify|prune|clear|merge DIR  what lies in a cache folder; cache --help has the options',
+             '       swift-speedup cache stats|verify|prune|clear|merge|why DIR   what lies in a cache folder; see cache --help',
              '       swift-speedup plugin                                    path of the file for swift --external_plugins',
              '', 'options:']
     for option in option_fields():

@@ -54,6 +54,20 @@ def survey(store: DiskStore) -> tuple[list[Group], list[bytes]]:
     return sorted(groups.values(), key=lambda group: -group.nbytes), damaged
 
 
+def has_sample(store: DiskStore, sample: bytes) -> bool:
+    """Whether an entry was made from the same inputs, whatever computed it."""
+    found = False
+
+    def look(key: bytes, encoded: Any, place: Any) -> None:
+        nonlocal found
+        try:
+            found = found or read_header(key, encoded).sample == sample
+        except CorruptEntry:
+            return
+    store.scan(look)
+    return found
+
+
 def read_note(store: DiskStore, key: bytes) -> Optional[dict]:
     try:
         note = json.loads(store.get_note(key) or b'null')

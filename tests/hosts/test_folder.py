@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from PIL import Image
 from toys import swift_run
 
 from swift_speedup.cli.main import main
@@ -102,3 +103,25 @@ def test_precompute_fills_the_folder_and_training_finds_everything(precomputed, 
 def test_precompute_again_by_two_ranks_computes_nothing(precomputed):
     lines = re.findall(r'(\d+) samples computed, (\d+) were there; 0 lost, 0 troubles', precomputed[0]['second'])
     assert len(lines) == 2 and all(computed == '0' and int(there) > 0 for computed, there in lines)
+
+
+def why(folder, inputs, image, place, *flags):
+    command = swift_run.command(
+        'swift-speedup', 'cache', 'why', str(folder), '--image', str(image), '--json', '--model', str(inputs / 'model'),
+        *COMMON, *flags)
+    variables = swift_run.environment(place / 'unused', OMP_NUM_THREADS='1')
+    status = swift_run.run(command, variables, place / 'log', timeout=300)
+    log = (place / 'log').read_text(encoding='utf-8')
+    assert status == 0, log[-4000:]
+    return json.loads(log[log.rindex('\n[\n'):])
+
+
+def test_why_tells_what_is_different(runs, inputs, tmp_path):
+    folder, _ = runs
+    images = sorted((inputs / 'images').glob('*.png'))
+    assert why(folder, inputs, images[0], tmp_path) == [{'segment': 'base_model.model.model.visual', 'found': True}]
+    Image.open(images[0]).transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(tmp_path / 'other.png')
+    (other,) = why(folder, inputs, tmp_path / 'other.png', tmp_path)
+    assert not other['found'] and not other['inputs'] and other['weights'] and other['modules'] and other['settings']
+    (full,) = why(folder, inputs, images[0], tmp_path, '--torch_dtype', 'bfloat16')
+    assert not full['found'] and not full['weights']

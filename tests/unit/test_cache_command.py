@@ -118,6 +118,8 @@ def test_clear_and_merge(folder, capsys, tmp_path):
 @pytest.mark.parametrize(('words', 'message'), [
     (('stats', '{missing}'), 'does not exist'), (('verify', '{empty}'), 'holds no cache'), (('clear', '{empty}'), 'holds no cache'),
     (('prune', '{folder}', '--older-than', 'long'), 'is no age'), (('prune', '{folder}', '--to-gib', '-1'), 'no number of GiB'),
+    (('why', '{missing}', '--image', 'x'), 'does not exist'), (('why', '{folder}'), '--image'),
+    (('why', '{folder}', '--image', 'nowhere.png'), 'nowhere.png is not a file'),
     (('fly', '{folder}'), 'fly'), (('stats',), 'folder'), (('merge', '{folder}', '{folder}'), 'into itself')])
 def test_a_wrong_command_line(words, message, folder, tmp_path, capsys):
     (tmp_path / 'empty').mkdir()
