@@ -40,11 +40,13 @@ class Covered:
 def of_model_types() -> dict[str, Covered]:
     """By convention. Raises ``LookupError`` for a model type that is not classified."""
     from swift.model import MODEL_MAPPING
+
+    from swift_speedup.hosts.florence2 import MODEL_TYPE
     conventions = {name: convention for convention, names in _ARCHITECTURES.items() for name in names}
     tested = native.class_names() | _TESTED_BESIDE
     covered = {convention: Covered() for convention in _ARCHITECTURES}
     for model_type, meta in MODEL_MAPPING.items():
-        if not meta.is_multimodal:
+        if not meta.is_multimodal or model_type == MODEL_TYPE:  # the plugin's own, if it is loaded
             continue
         arch = getattr(meta.model_arch, 'arch_name', meta.model_arch)
         convention = conventions.get(f'type {model_type}', conventions.get(arch))

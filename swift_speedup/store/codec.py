@@ -19,6 +19,7 @@ _MAGIC = b'SWSP'
 _HEADER = struct.Struct('<4sHBB16s16s16sQQQ')
 _ALIGNMENT = 64
 _MAX_DIMENSIONS = 32
+_MAX_ELEMENTS = 1 << 48  # of a tensor without any, were its empty dimensions not there: strides must fit too
 _CHUNK = 1 << 18
 # A dtype's code is its place: append, never reorder. Names: some are missing in some releases of torch.
 _DTYPES = ('float32', 'float64', 'float16', 'bfloat16', 'uint8', 'int8', 'int16', 'int32', 'int64', 'bool', 'complex64', 'complex128',
@@ -84,7 +85,7 @@ def read_header(key: bytes, encoded: Any) -> Header:
     if view.nbytes != start + size:
         raise CorruptEntry(f'{view.nbytes} bytes, but the header tells of {start + size}')
     shape = struct.unpack_from(f'<{dimensions}Q', view, _HEADER.size)
-    if math.prod(shape) * dtype.itemsize != size:
+    if math.prod(shape) * dtype.itemsize != size or math.prod(max(1, length) for length in shape) > _MAX_ELEMENTS:
         raise CorruptEntry(f'{dtype} {shape} does not have {size} bytes')
     return Header(found_key, origin, sample, written / 1000, dtype, shape, checksum, start)
 

@@ -62,7 +62,7 @@ transformers.Qwen2VLForConditionalGeneration.from_pretrained({str(jobs["full-com
     ('not-a-model', ('not_a_model',)),
     ('missing-image', ('_load_image', 'Error: ')),  # which error depends on whether the path can be read as base64
     ('bad-environment', ('SWIFT_SPEEDUP_RAM_GIB', "'lots'", 'positive number')),
-    ('bad-model-kwargs', ('SWIFT_SPEEDUP_CACHE', "'redis'", 'auto, off or ram')),
+    ('bad-model-kwargs', ('SWIFT_SPEEDUP_CACHE', "'redis'", 'auto, off, ram or disk')),
     ('bad-flag', ('--frozen_ram_gib', "'lots'", 'positive number'))])
 def test_bad_input_ends_the_run_with_a_clear_error(jobs, name, words):
     job = jobs[name]

@@ -66,6 +66,19 @@ def test_a_huge_shape_allocates_nothing():
     tracemalloc.stop()
 
 
+def test_an_empty_tensor_whose_strides_overflow():
+    empty = bytearray(encode(KEY, Entry(torch.zeros(0, 3, 4)), 0.0))
+    for place in (header_bytes(empty) + 8, header_bytes(empty) + 16):
+        empty[place:place + 8] = (1 << 40).to_bytes(8, 'little')
+    with pytest.raises(CorruptEntry, match='does not have 0 bytes'):
+        decode(KEY, empty)
+
+
+def header_bytes(encoded):
+    """Where the shape begins: its last two numbers are 3 and 4."""
+    return bytes(encoded).index((3).to_bytes(8, 'little') + (4).to_bytes(8, 'little')) - 8
+
+
 @settings(max_examples=3000, deadline=None)
 @given(st.data())
 def test_mutated_entries_are_misses(data):
