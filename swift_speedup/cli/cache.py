@@ -139,7 +139,7 @@ def _dates(group: maintenance.Group) -> str:
 def _verify(options: argparse.Namespace) -> int:
     with _opened(options.folder, writable=False) as store, _progress('checksums', not options.json) as progress:
         count = len(store)
-        bad = maintenance.verify(store, progress)
+        bad = store.check(progress)
     if options.json:
         print(json.dumps({'entries': count, 'damaged': [key.hex() for key in bad]}))
     else:

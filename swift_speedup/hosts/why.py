@@ -64,9 +64,7 @@ def _ask(trainer: Any, folder: Path) -> list[dict[str, Any]]:
 
 
 def _about(recorder: Recorder, origin: bytes) -> dict:
-    note = recorder.notes.get(origin) or recorder.get_note(origin) or b'{}'
-    found = json.loads(note)
-    return found if isinstance(found, dict) else {}
+    return maintenance.read_note(recorder, origin) or {}
 
 
 def _names(about: dict) -> str:

@@ -85,7 +85,7 @@ class Call:
         self.layout = layout
         self.mode = mode
         self.outputs: Optional[list[torch.Tensor]] = None  # of the whole call, once it was really run
-        self.samples: list[bytes] = []  # of a root, what of each sample's own goes into its key
+        self._contents: list[dict[str, bytes]] = []  # of a root, what of each sample's own goes into its key
         self.root: Call = next(iter(parents.values())).call.root if parents else self
         self.outcome: list[Optional[str]] = [None] * len(layout) if self.root is self else []  # of each sample, for the counters
         self.seconds = 0.0  # of the last run, per unit of ``layout.sizes``
@@ -136,8 +136,12 @@ class Call:
                 columns[name] = [content(meaning)] * len(self.layout)
         contents = [{name: column[place] for name, column in columns.items()} for place in range(len(self.layout))]
         if self.root is self:
-            self.samples = [sample_key(b'', content) for content in contents]
+            self._contents = contents
         return [sample_key(self.prefix, content) for content in contents]
+
+    def sample(self, index: int) -> bytes:
+        """16 bytes that name what of a sample's own went into a root."""
+        return sample_key(b'', self._contents[index])
 
     def run_whole(self) -> Any:
         """Really run the call as it came."""

@@ -309,7 +309,7 @@ class Memo:
         counted = self.kept_bytes.setdefault((value.call.step.name, value.text), [0, 0])
         try:
             for index, part in parts.items():
-                self._store.put(value.keys[index], Entry(_owned(part), origin, value.call.root.samples[index]))
+                self._store.put(value.keys[index], Entry(_owned(part), origin, value.call.root.sample(index)))
                 self._kept[value.call.root.keys[index]] = None
                 counted[0] += 1
                 counted[1] += part.nbytes

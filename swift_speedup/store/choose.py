@@ -18,7 +18,7 @@ def make_store(config: SpeedupConfig) -> Store:
     folder that they share while they run. Else the memory of this process."""
     if config.cache == 'off':
         return NullStore()
-    if config.cache_dir is not None and config.cache != 'ram':
+    if config.cache_dir is not None:
         try:
             disk = DiskStore(config.cache_dir, None if config.disk_gib is None else int(config.disk_gib * GIB))
         except (Unusable, OSError) as trouble:

@@ -251,7 +251,7 @@ class DiskStore(Store):
 
     def totals(self) -> tuple[int, int]:
         """Number and bytes of the entries that are written, by any process."""
-        found = self._read(lambda txn, dbs: txn.get(b'totals', db=dbs[b'header']) and bytes(txn.get(b'totals', db=dbs[b'header'])))
+        found = self._read(lambda txn, dbs: bytes(txn.get(b'totals', b'', db=dbs[b'header'])))
         return _TOTALS.unpack(found)[:2] if found and len(found) == _TOTALS.size else (0, 0)
 
     def __len__(self):
@@ -264,8 +264,8 @@ class DiskStore(Store):
     def room(self):
         if not self.keeps:
             return f'{self.folder} is only read'
-        limit = self._limit(self.nbytes)
-        return f'in {self.folder}, {limit / 2 ** 30:.2f} GiB at most, {self.nbytes / 2 ** 30:.2f} GiB of them are used'
+        used = self.nbytes
+        return f'in {self.folder}, {self._limit(used) / 2 ** 30:.2f} GiB at most, {used / 2 ** 30:.2f} GiB of them are used'
 
     def wait_for_room(self):
         return self._writer.nbytes > self._queue_bytes // 2 and self._writer.flush()

@@ -159,13 +159,6 @@ class Environment:
             if self._env is not None:
                 self._env.set_mapsize(size)
 
-    def info(self) -> dict[str, int]:
-        return self._env.info()
-
-    def sync(self) -> None:
-        with contextlib.suppress(lmdb.Error):
-            self._env.sync(True)
-
     def hold(self) -> None:
         """Wait until no transaction is under way and let none begin until :meth:`go_on`."""
         self._idle.acquire()

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Optional
 
-from .base import Entry, Progress
+from .base import Entry, Progress, Store
 from .codec import CorruptEntry, decode, read_header
 from .disk import DiskStore
 
@@ -68,7 +68,7 @@ def has_sample(store: DiskStore, sample: bytes) -> bool:
     return found
 
 
-def read_note(store: DiskStore, key: bytes) -> Optional[dict]:
+def read_note(store: Store, key: bytes) -> Optional[dict]:
     try:
         note = json.loads(store.get_note(key) or b'null')
     except ValueError:
@@ -88,11 +88,6 @@ def differences(group: Group, format_version: int, general: Iterable[str]) -> li
             if name in now and now[name] != value:
                 reasons.append(f'{name} {value}, not {now[name]}')
     return list(dict.fromkeys(reasons))
-
-
-def verify(store: DiskStore, progress: Optional[Progress] = None) -> list[bytes]:
-    """Keys of damaged entries; they are misses in training and can be pruned."""
-    return store.check(progress)
 
 
 def prune(store: DiskStore, older_than: Optional[float] = None, unwanted: Callable[[Group], bool] = lambda group: False,

@@ -9,7 +9,7 @@ class Recorder(Store):
         self._behind = behind
         self.found: dict[bytes, Entry] = {}
         self.missing: dict[bytes, Entry] = {}
-        self.notes: dict[bytes, bytes] = {}
+        self._notes: dict[bytes, bytes] = {}
 
     def get(self, key):
         entry = self._behind.get(key)
@@ -26,10 +26,10 @@ class Recorder(Store):
         return self._behind.contains(key)
 
     def get_note(self, key):
-        return self._behind.get_note(key)
+        return self._notes.get(key) or self._behind.get_note(key)
 
     def put_note(self, key, note):
-        self.notes[key] = note
+        self._notes[key] = note
 
     def evict(self, nbytes):
         return 0
