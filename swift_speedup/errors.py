@@ -27,3 +27,7 @@ class ShapeError(SpeedupError, RuntimeError):
 
 class HostError(SpeedupError, RuntimeError):
     """The installed ms-swift is missing, or is not one this version can hook into."""
+
+
+class PatchError(SpeedupError, RuntimeError):
+    """The installed ms-swift is not one that a patch of ours fits, or its files cannot be written."""

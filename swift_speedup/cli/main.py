@@ -26,6 +26,9 @@ def main(argv: Optional[list[str]] = None) -> int:
         if command == 'cache':
             from . import cache  # torch is slow to import
             return cache.main(argv[1:])
+        if command == 'patch':
+            from . import patch
+            return patch.main(argv[1:])
         if command == 'plugin' and not argv[1:]:
             print(plugin_path())
             return 0
@@ -45,6 +48,7 @@ def usage() -> str:
              '                                                               FLOPs predict; loads no weights, trains nothing',
              '       swift-speedup precompute [sft|pt|rlhf] <the same flags> fill the folder of --frozen_cache_dir without training',
              '       swift-speedup cache stats|verify|prune|clear|merge|why DIR   what lies in a cache folder; see cache --help',
+             '       swift-speedup patch [--revert|--check] [--fix NAME]     give the installed ms-swift the flag --frozen_speedup',
              '       swift-speedup plugin                                    path of the file for swift --external_plugins',
              '', 'options:']
     for option in option_fields():

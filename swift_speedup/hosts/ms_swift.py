@@ -8,15 +8,16 @@ import functools
 import importlib
 import importlib.util
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Optional
 
 from ..api import attach
 from ..config import FLAG_PREFIX, SpeedupConfig, flag_name, option_fields
-from ..errors import HostError
+from ..errors import AttachError, HostError
 from ..graph.swap import is_swapped
 from ..log import logger
-from .trainer import follow
+from .trainer import SummaryCallback, follow
 
 _HOOKED = '_swift_speedup_original'
 # command -> where its pipeline class lives, newest layout first
@@ -62,13 +63,47 @@ def uninstall() -> None:
     mixin._prepare_gradient_checkpointing = getattr(method, _HOOKED, method)
 
 
-def _attach_to(trainer: Any, config: SpeedupConfig) -> None:
+def _attach_to(trainer: Any, config: SpeedupConfig) -> bool:
     model = trainer.accelerator.unwrap_model(trainer.model)
     if any(is_swapped(module) for module in model.modules()):
         logger.info('the model already has swift_speedup attached; its own options stay')
-        return
+        return False
     attach(model, config)
     follow(trainer, model.speedup)
+    return True
+
+
+def config_of(arguments: Any) -> SpeedupConfig:
+    """What the ``frozen_*`` fields of ms-swift's arguments ask for; ``None`` is a flag that was not given. Raises ``ConfigError``."""
+    given = {option.name: getattr(arguments, FLAG_PREFIX + option.name) for option in option_fields()}
+    return SpeedupConfig.from_named({name: value for name, value in given.items() if value is not None}, flag_name)
+
+
+@contextmanager
+def training(trainer: Any) -> Iterator[None]:
+    """What a patched ms-swift (``patches/``) trains in: its model is attached with the options of ``trainer.args`` meanwhile.
+
+    A model that somebody has attached already keeps that attachment, afterwards too.
+    """
+    mixin = importlib.import_module('swift.trainers.mixin').SwiftMixin
+    if type(trainer)._prepare_gradient_checkpointing is not mixin._prepare_gradient_checkpointing:
+        logger.warning('not attached: %s prepares its model in a way of its own, as PPO does', type(trainer).__qualname__)
+        yield
+        return
+    ours = _attach_to(trainer, config_of(trainer.args))
+    try:
+        yield
+    finally:
+        if ours:
+            _take_back(trainer)
+
+
+def _take_back(trainer: Any) -> None:
+    trainer.remove_callback(SummaryCallback)
+    try:
+        trainer.accelerator.unwrap_model(trainer.model).speedup.remove()
+    except AttachError as left:  # FSDP has derived classes from ours; what was trained must not be lost for that
+        logger.info('left attached after the training: %s', left)
 
 
 def run_command(command: str) -> None:
@@ -98,8 +133,9 @@ def with_flags(arguments: type, use: Callable[[SpeedupConfig], None]) -> type:
     """A subclass of the host's argument class with one text field per option; ``use`` gets them, parsed where all options are."""
 
     def __post_init__(self):
-        given = {option.name: getattr(self, FLAG_PREFIX + option.name) for option in option_fields()}
-        use(SpeedupConfig.from_named({name: value for name, value in given.items() if value is not None}, flag_name))
+        use(config_of(self))
+        if hasattr(self, 'frozen_speedup'):  # a patched ms-swift, which refuses the options without it
+            self.frozen_speedup = True
         arguments.__post_init__(self)
 
     fields = [(FLAG_PREFIX + option.name, Optional[str], dataclasses.field(
