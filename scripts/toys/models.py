@@ -161,7 +161,9 @@ def make_tokenizer(texts: Sequence[str] = ()) -> transformers.PreTrainedTokenize
     tokenizer = Tokenizer(models.BPE(vocab=trained.get_vocab() | SPECIAL_TOKENS, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(
+    # Before transformers 5 a Qwen-VL processor takes its own tokenizer's class only.
+    kind = transformers.PreTrainedTokenizerFast if hasattr(transformers, 'TokenizersBackend') else transformers.Qwen2TokenizerFast
+    fast = kind(
         tokenizer_object=tokenizer, eos_token='<|im_end|>', pad_token='<|endoftext|>', chat_template=_CHAT_TEMPLATE,
         additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in ('<|im_end|>', '<|endoftext|>')])
     wrong = [token for token, number in SPECIAL_TOKENS.items() if fast.convert_tokens_to_ids(token) != number]

@@ -64,7 +64,7 @@ def count_steps(model: nn.Module, steps: Callable[[], Any], watched: Mapping[str
     """``steps()`` runs forward and backward of ``model``, whose parameters are on the meta device, under :class:`ShapesOnly`."""
     counter = FlopCounterMode(display=False, depth=0)
     forward = dict.fromkeys(watched, 0)
-    with ShapesOnly(), counter, _experts_one_by_one(model), _watching(counter, watched, forward):
+    with ShapesOnly(), counter, _experts_one_by_one(model), _autocast_of_another_device(), _watching(counter, watched, forward):
         steps()
     model.zero_grad(set_to_none=True)
     return StepFlops(counter.get_total_flops(), forward)
@@ -83,6 +83,20 @@ def _experts_one_by_one(model: nn.Module) -> Iterator[None]:
     finally:
         for key, config in configs.items():
             config._experts_implementation = before[key]
+
+
+@contextmanager
+def _autocast_of_another_device() -> Iterator[None]:
+    """The meta device has no autocast, and in transformers 4 rotary embeddings fail to switch it off; it changes no FLOPs."""
+    original = torch.autocast.__init__
+
+    def __init__(self, device_type, *args, **kwargs):
+        original(self, 'cpu' if device_type == 'meta' else device_type, *args, **kwargs)
+    torch.autocast.__init__ = __init__
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = original
 
 
 @contextmanager
