@@ -37,6 +37,8 @@ def parse(diff: bytes) -> dict[str, list[Hunk]]:
             hunk = _hunk(line, lines)
             if file is not None:
                 changes.setdefault(file, []).append(hunk)
+        elif line[:1] in (b' ', b'+', b'-', b'\\'):
+            raise DiffError(f'{line!r} belongs to no hunk')
     return changes
 
 

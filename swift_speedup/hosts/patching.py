@@ -6,6 +6,7 @@ the recorded content. So nothing is kept aside for the way back, and the way bac
 import base64
 import dataclasses
 import hashlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import itertools
@@ -77,11 +78,11 @@ class Installation:
                              'the command "swift-speedup sft" and the plugin file need none')
         self._digests = {str(file): file.hash.value for file in self._distribution.files or ()
                          if file.hash is not None and file.hash.mode == 'sha256'}
-        found = importlib.util.find_spec('swift')
+        found = importlib.machinery.PathFinder.find_spec('swift')  # what a new process imports, whatever this one has imported
         imported = Path(found.origin).parent if found is not None and found.origin else None
         if imported is None or imported.resolve() != (self.folder / 'swift').resolve():
-            raise PatchError(f'ms-swift {self.release} is recorded in {self.folder}, but Python imports "swift" from {imported}: for a '
-                             f'checkout of ms-swift, run "git apply {self.patches[FEATURE].path}" there')
+            raise PatchError(f'ms-swift {self.release} is recorded in {self.folder}, but Python imports "swift" from '
+                             f'{imported or "elsewhere"}: in a checkout of ms-swift, run "git apply {self.patches[FEATURE].path}"')
 
     def files(self) -> dict[str, File]:
         """Every file that some patch changes. Raises ``PatchError`` for one that is missing or has no recorded digest."""
@@ -147,12 +148,20 @@ class Installation:
 
     def _change(self, add: set[str], remove: set[str]) -> bool:
         contents = {}
-        for name, file in self.files().items():
+        files = self.files()
+        for name, file in files.items():
             wanted = (file.applied | {patch for patch in add if name in self.patches[patch].hunks}) - remove
             if file.original is not None and wanted != file.applied:
                 contents[file.path] = diffs.apply(file.original, self._hunks(name, wanted))
-        if contents:
-            _replace(contents, self.folder)
+        try:
+            for file in files.values():
+                for left in file.path.parent.glob(f'.{file.path.name}.*{_LEFT_BEHIND}'):  # by a run that was killed
+                    left.unlink(missing_ok=True)
+            _replace(contents)
+        except OSError as trouble:
+            raise PatchError(f'cannot write in {self.folder} ({trouble.strerror}: {trouble.filename}); see swift-speedup patch --check '
+                             'for what is applied. Run it as the owner of this environment, or install ms-swift in one of your '
+                             'own') from trouble
         return bool(contents)
 
 
@@ -164,14 +173,11 @@ def _digest(content: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b'=').decode()  # as RECORD spells it
 
 
-def _replace(contents: Mapping[Path, bytes], folder: Path) -> None:
-    """Each file is the old or the new one at any moment, and the first is replaced when all new ones are written."""
+def _replace(contents: Mapping[Path, bytes]) -> None:
+    """Each file is the old or the new one at any moment; the first is replaced when all new ones are written."""
     ready: dict[Path, Path] = {}
-    replaced: list[Path] = []
     try:
         for path, content in contents.items():
-            for left in path.parent.glob(f'.{path.name}.*{_LEFT_BEHIND}'):  # of a run that was killed
-                left.unlink()
             handle, name = tempfile.mkstemp(prefix=f'.{path.name}.', suffix=_LEFT_BEHIND, dir=path.parent)
             ready[path] = Path(name)
             with os.fdopen(handle, 'wb') as file:
@@ -182,11 +188,6 @@ def _replace(contents: Mapping[Path, bytes], folder: Path) -> None:
         for path, new in ready.items():
             _forget_compiled(path)
             os.replace(new, path)  # not written into: package managers share files between environments by hard links
-            replaced.append(path)
-    except OSError as trouble:
-        done = f'{", ".join(map(str, replaced))} had been replaced: run the command again' if replaced else 'nothing was changed'
-        raise PatchError(f'cannot write in {folder} ({trouble.strerror}: {trouble.filename}); {done}. Run it as the owner of this '
-                         'environment, or install ms-swift in an environment of your own') from trouble
     finally:
         for new in ready.values():
             new.unlink(missing_ok=True)
