@@ -18,7 +18,6 @@ from .segments.plan import Plan, render
 from .segments.reuse import Reuse
 from .segments.trace import Trace, Tracer
 from .stats import Stats
-from .store import Store
 from .store.choose import make_store
 
 
@@ -43,8 +42,8 @@ class MyModel(metaclass=_AttachedType):
         return attach(model, SpeedupConfig.from_named(options))
 
 
-def attach(model: nn.Module, config: SpeedupConfig, store: Optional[Store] = None) -> nn.Module:
-    """``MyModel`` with a ready config, and with another store than the one that the config describes."""
+def attach(model: nn.Module, config: SpeedupConfig, beside: Optional['Speedup'] = None) -> nn.Module:
+    """``MyModel`` with a ready config; ``beside``: the handle of another model, whose store and counters are used."""
     if not isinstance(model, nn.Module):
         raise AttachError(f'MyModel takes a torch.nn.Module, got {type(model).__qualname__}')
     attached = root_handle(model)
@@ -57,22 +56,24 @@ def attach(model: nn.Module, config: SpeedupConfig, store: Optional[Store] = Non
         raise AttachError(f'{inside or "this module"} already belongs to another attachment; call remove() on that one first')
     if not swappable(model):
         raise AttachError(f'{type(model).__qualname__} is a traced or scripted module; attach before tracing')
-    Speedup(model, config, store)
+    Speedup(model, config, beside)
     return model
 
 
 class Speedup:
     """The handle of one attachment, ``model.speedup``."""
 
-    def __init__(self, model: nn.Module, config: SpeedupConfig, store: Optional[Store] = None):
+    def __init__(self, model: nn.Module, config: SpeedupConfig, beside: Optional['Speedup'] = None):
         self.config = config
-        self.stats = Stats()
-        self._store = make_store(config) if store is None else store
-        self.stats.stored_samples, self.stats.stored_bytes = len(self._store), self._store.nbytes
+        self.stats = Stats() if beside is None else beside.stats
+        self._owns_store = beside is None
+        self.store = make_store(config) if beside is None else beside.store
+        self.stats.stored_samples, self.stats.stored_bytes = len(self.store), self.store.nbytes
         names = {module: path for path, module in model.named_modules()}
         self._tracer = Tracer(names, self._on_trace)
         self._frontier = Frontier(model, names, self._tracer)
-        self._reuse = Reuse(names, config, self.stats, self._store, detect.reusable_kinds(model))
+        self._reuse = Reuse(names, config, self.stats, self.store, detect.reusable_kinds(model),
+                            None if beside is None else beside._reuse)
         self._frontier.evaluate, self._frontier.settle, self._frontier.entering = self._reuse.evaluate, settled, self._reuse.entering
         self._swap = ClassSwap(self._frontier.call, model, self, METHODS)
         self._swap.apply(detect.modules_to_swap(model))
@@ -118,7 +119,7 @@ class Speedup:
 
     def clear(self) -> None:
         """Forget every cached output, those in ``cache_dir`` too."""
-        self._store.clear()
+        self.store.clear()
         self.stats.stored_samples = self.stats.stored_bytes = 0
 
     def kept_bytes_per_sample(self) -> float:
@@ -127,11 +128,11 @@ class Speedup:
 
     def room(self) -> str:
         """Where outputs are kept and how much room there is, for people."""
-        return self._store.room()
+        return self.store.room()
 
     def wait_for_room(self) -> None:
         """Wait while the writer of a folder has more to do than it can hold: for hosts that would rather wait than lose an output."""
-        self._store.wait_for_room()
+        self.store.wait_for_room()
 
     def epoch_ended(self, first: bool) -> None:
         """For hosts that know: samples that do not come back in a later epoch than the ``first`` are not kept any more (Rule 9)."""
@@ -141,7 +142,8 @@ class Speedup:
         """Give every module its own class back and return the model. Cached outputs are forgotten, but those in ``cache_dir`` stay.
         Calling it again changes nothing."""
         self._swap.undo()
-        self._store.close()
+        if self._owns_store:
+            self.store.close()
         self.stats.stored_samples = self.stats.stored_bytes = 0
         return self._swap.root
 

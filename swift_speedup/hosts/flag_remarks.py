@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import nn
 
+from ..segments.adapters import adapter_tensors
 from ..segments.detect import expected_towers
-from ..segments.remarks import adapter_tensors, ranges
+from ..segments.remarks import ranges
 from ..segments.structure import trainable
 
 _FULL_ONLY = ('freeze_parameters_ratio', 'freeze_parameters', 'freeze_parameters_regex', 'trainable_parameters',

@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
 
-from ..api import attach
+from torch import nn
+
+from ..api import Speedup
 from ..config import FLAG_PREFIX, SpeedupConfig, flag_name, option_fields
 from ..errors import AttachError, HostError
 from ..graph.swap import is_swapped
 from ..log import logger
-from .trainer import SummaryCallback, follow
+from .trainer import SummaryCallback, attach_together, follow
 
 _HOOKED = '_swift_speedup_original'
+_COMPANIONS = ('ref_model', 'reward_model', 'reward_models', 'reward_funcs', 'value_model', 'teacher_model')
 # command -> where its pipeline class lives, newest layout first
 _PIPELINES = {
     'sft': ('SwiftSft', 'swift.pipelines.train.sft', 'swift.llm.train.sft'),
@@ -54,23 +57,56 @@ def hook(prepared: Callable[[Any, Any], None]) -> None:
 
     setattr(prepare, _HOOKED, original)
     mixin._prepare_gradient_checkpointing = prepare
+    _hook_trainers_of_their_own(mixin, prepared)
+
+
+def _hook_trainers_of_their_own(mixin: type, prepared: Callable[[Any, Any], None]) -> None:
+    """A trainer that prepares its model in a way of its own, as PPO's, is hooked when it trains: it may not be imported yet."""
+    original = getattr(mixin.train, _HOOKED, mixin.train)
+
+    @functools.wraps(original)
+    def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        own = type(trainer)._prepare_gradient_checkpointing
+        if own is not mixin._prepare_gradient_checkpointing:
+            def prepare(model: Any) -> None:
+                own(trainer, model)
+                prepared(trainer, model)
+            trainer._prepare_gradient_checkpointing = prepare
+        try:
+            return original(trainer, *args, **kwargs)
+        finally:
+            trainer.__dict__.pop('_prepare_gradient_checkpointing', None)
+
+    setattr(train, _HOOKED, original)
+    mixin.train = train
 
 
 def uninstall() -> None:
     """Take the hook back; models that are attached stay so."""
     mixin = importlib.import_module('swift.trainers.mixin').SwiftMixin
-    method = mixin._prepare_gradient_checkpointing
-    mixin._prepare_gradient_checkpointing = getattr(method, _HOOKED, method)
+    for name in ('_prepare_gradient_checkpointing', 'train'):
+        method = getattr(mixin, name)
+        setattr(mixin, name, getattr(method, _HOOKED, method))
 
 
-def _attach_to(trainer: Any, config: SpeedupConfig) -> bool:
+def _attach_to(trainer: Any, config: SpeedupConfig) -> tuple[Speedup, ...]:
+    """What was attached; nothing if the model was already."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if any(is_swapped(module) for module in model.modules()):
         logger.info('the model already has swift_speedup attached; its own options stay')
-        return False
-    attach(model, config)
-    follow(trainer, model.speedup)
-    return True
+        return ()
+    handles = attach_together(model, _companions(trainer), config)
+    follow(trainer, *handles)
+    return handles
+
+
+def _companions(trainer: Any) -> Iterator[nn.Module]:
+    """The other models that ``trainer`` runs."""
+    for name in _COMPANIONS:
+        held = getattr(trainer, name, None)
+        for model in held if isinstance(held, (list, tuple)) else [held]:
+            if isinstance(model, nn.Module):
+                yield trainer.accelerator.unwrap_model(model)
 
 
 def config_of(arguments: Any) -> SpeedupConfig:
@@ -85,25 +121,17 @@ def training(trainer: Any) -> Iterator[None]:
 
     A model that somebody has attached already keeps that attachment, afterwards too.
     """
-    mixin = importlib.import_module('swift.trainers.mixin').SwiftMixin
-    if type(trainer)._prepare_gradient_checkpointing is not mixin._prepare_gradient_checkpointing:
-        logger.warning('not attached: %s prepares its model in a way of its own, as PPO does', type(trainer).__qualname__)
-        yield
-        return
-    ours = _attach_to(trainer, config_of(trainer.args))
+    handles = _attach_to(trainer, config_of(trainer.args))
     try:
         yield
     finally:
-        if ours:
-            _take_back(trainer)
-
-
-def _take_back(trainer: Any) -> None:
-    trainer.remove_callback(SummaryCallback)
-    try:
-        trainer.accelerator.unwrap_model(trainer.model).speedup.remove()
-    except AttachError as left:  # FSDP has derived classes from ours; what was trained must not be lost for that
-        logger.info('left attached after the training: %s', left)
+        if handles:
+            trainer.remove_callback(SummaryCallback)
+        for handle in reversed(handles):  # the first one closes the store
+            try:
+                handle.remove()
+            except AttachError as left:  # FSDP has derived classes from ours; what was trained must not be lost for that
+                logger.info('left attached after the training: %s', left)
 
 
 def run_command(command: str) -> None:

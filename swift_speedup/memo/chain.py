@@ -1,6 +1,7 @@
 """Frozen calls, noted down so that their outputs can be looked up, or computed for some of the samples."""
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Optional, Protocol
@@ -107,6 +108,10 @@ class Call:
         self.form = (self.prefix, tuple(form for form in forms if form is not None))
         self.keys = self._keys()
 
+    def in_mode(self, mode: bytes) -> 'Call':
+        """The same call, its values kept as those of ``mode``."""
+        return Call(self.step, self.run, self.arguments, self.layout, self._parents, mode, self._execute)
+
     def calls(self) -> Iterator['Call']:
         """This one and those before it."""
         yield self
@@ -142,6 +147,10 @@ class Call:
     def sample(self, index: int) -> bytes:
         """16 bytes that name what of a sample's own went into a root."""
         return sample_key(b'', self._contents[index])
+
+    def input_bytes(self) -> int:
+        """Of what it goes on from."""
+        return sum(math.prod(value.shape) * value.dtype.itemsize for value in self._parents.values())
 
     def run_whole(self) -> Any:
         """Really run the call as it came."""

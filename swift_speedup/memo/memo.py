@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
@@ -29,6 +29,7 @@ from .split import layout_of
 from .value import Leaf, Value, form_of
 
 _REMEMBERED = 1 << 20  # samples
+_GROWTH = 8  # a step that goes on from a value and makes it larger than so many times: logits are not worth their bytes
 
 
 class _Thread(threading.local):
@@ -50,6 +51,7 @@ class Memo:
         self._learned = Learned(store)
         self._outcomes = Outcomes(stats)
         self._refused: set[tuple] = set()
+        self._compared: set[tuple[str, bytes]] = set()  # steps and modes that were held against a known mode
         self._kept: OrderedDict[bytes, None] = OrderedDict()  # the last samples that were stored: they are probably still there
         self.kept_bytes: dict[tuple[str, str], list[int]] = {}  # (step, its output) -> number and bytes of samples that were stored
 
@@ -112,8 +114,34 @@ class Memo:
 
     def _recalled(self, call: Call) -> Optional[Call]:
         self._learned.recall(call)
+        call = self._in_a_known_mode(call)
         call.step.refused = call.step.purity.refusal(call.mode)
         return call if call.step.refused is None else None
+
+    def _in_a_known_mode(self, call: Call) -> Call:
+        """Training and evaluation share entries of what gives the same bits in both modes: two samples show it."""
+        purity = call.step.purity
+        known = [] if purity.verified(call.mode) else sorted(mode for mode in purity.modes() if mode != call.mode)
+        if not known or (call.step.name, call.mode) in self._compared or purity.refusal(call.mode) is not None:
+            return call
+        self._compared.add((call.step.name, call.mode))
+        samples = sorted(range(len(call.layout)), key=call.layout.sizes.__getitem__)[:2]
+        try:
+            with self._checking(call):
+                indices = call.layout.closure(sorted(samples))
+                found = flatten(call.answer(indices))[1]
+                with purity.switched(known[0]):
+                    wanted = flatten(call.answer(indices))[1]
+        except Exception as trouble:  # it may not be made to run in that mode
+            self._thread.error = None
+            self._trouble(call.step, trouble)
+            return call
+        finally:
+            call.forget()
+        if purity.refusal(call.mode) is not None or len(found) != len(wanted) or not all(map(torch.equal, found, wanted)):
+            return call
+        self._learned.set_same(call, known[0])
+        return call.in_mode(known[0])
 
     def _promise(self, call: Call) -> Any:
         """Outputs without running anything; ``None`` when their shapes are not known or nothing is proved yet."""
@@ -155,6 +183,10 @@ class Memo:
             specs = [(call.layout.spec(leaf), *form_of(leaf)) for leaf in leaves]
         except (NotSplittable, UnknownStructure) as reason:
             self._refuse(call, str(reason))
+            return output
+        grown = sum(leaf.nbytes for leaf in leaves)
+        if call.root is not call and grown > _GROWTH * call.input_bytes():
+            self._refuse(call, f'its outputs, {grown} bytes, are more than {_GROWTH} times as large as its inputs, which are kept')
             return output
         call.outputs = leaves
         self._learned.set_outputs(call, call.shape_marks(), structure, specs)
@@ -199,37 +231,10 @@ class Memo:
             self._refuse(call, refusal, value)
             return real
         self._learned.set_verified(value)
-        self._share_modes(value)
         for each in call.calls():
             self._learned.set_pure(each)
         self._keep(value, dict(enumerate(parts)))
         return real
-
-    def _share_modes(self, value: Value) -> None:
-        """Evaluation and training share entries of what gives the same bits in both modes."""
-        calls = [(call, [mode for mode in call.step.purity.modes() if mode != call.mode]) for call in value.call.calls()]
-        calls = [(call, modes[0]) for call, modes in calls if modes and not call.step.purity.verified(call.mode)]
-        if not calls:
-            return
-        indices = value.layout.closure([0])
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(self._checking(value.call))
-                for call, mode in calls:
-                    stack.enter_context(call.step.purity.switched(mode))
-                    call.forget()
-                found = value.layout.cut(value.spec, value.rows(indices), indices)
-        except Exception as trouble:
-            self._trouble(value.call.step, trouble)
-            return
-        finally:
-            for call, _ in calls:
-                call.forget()
-        with self._checking(value.call):
-            wanted = value.layout.cut(value.spec, value.rows(indices), indices)
-        if all(torch.equal(one, other) for one, other in zip(found, wanted)):
-            for call, mode in calls:
-                self._learned.set_same(call, mode)
 
     def _timed_look_up(self, value: Value) -> torch.Tensor:
         stats, root = self._stats, value.call.root

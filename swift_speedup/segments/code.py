@@ -2,6 +2,7 @@
 import functools
 import sys
 from types import CodeType, FunctionType
+from typing import Any
 
 from ..memo.key import Digest
 
@@ -19,6 +20,12 @@ def code_digest(cls: type) -> str:
         digest.add(base.__qualname__, _file_digest(base.__module__) or _functions(base))
         found = True
     return digest.value().hex() if found else ''
+
+
+def function_digest(function: Any) -> str:
+    """Of a function's own code, because a wrapper has the name of what it wraps; empty for what is not written in Python."""
+    code = getattr(getattr(function, '__func__', function), '__code__', None)
+    return _code(code).hex() if isinstance(code, CodeType) else ''
 
 
 @functools.cache
@@ -40,8 +47,14 @@ def _functions(cls: type) -> bytes:
     return digest.value()
 
 
+@functools.cache
 def _code(code: CodeType) -> bytes:
     digest = Digest().add('code', code.co_code).add('names', repr((code.co_names, code.co_varnames)))
     for constant in code.co_consts:
-        digest.add('constant', _code(constant) if isinstance(constant, CodeType) else repr(constant))
+        digest.add('constant', _code(constant) if isinstance(constant, CodeType) else _text(constant))
     return digest.value()
+
+
+def _text(constant: Any) -> str:
+    """The same in every process: the order of a set of strings is not."""
+    return repr(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)

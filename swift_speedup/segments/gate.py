@@ -12,12 +12,18 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..trees import version
 from . import state
+from .adapters import idle_parts
 
 
 class Gate:
-    """Purity of one segment by train/eval mode; see ``memo.chain.Purity``."""
+    """Purity of one segment by train/eval mode; see ``memo.chain.Purity``.
 
-    def __init__(self, path: str, module: nn.Module):
+    ``twin``: of the same segment of another model, built alike, such as the trained one beside a reference model. What was shown there
+    need not be shown here.
+    """
+
+    def __init__(self, path: str, module: nn.Module, twin: Optional['Gate'] = None):
+        self._twin = twin
         self._path = path
         self._module = module
         self._verified: set[bytes] = set()
@@ -29,12 +35,12 @@ class Gate:
         """Why the segment may not be reused in this mode now, ``None`` if it may."""
         if mode in self._forbidden:
             return self._forbidden[mode]
-        if mode in self._verified or mode != state.mode(self._module):  # the latter: asked later, when the module is in another mode
+        if self.verified(mode) or mode != state.mode(self._module):  # the latter: asked later, when the module is in another mode
             return None
         return static_refusal(self._path, self._module)
 
     def verified(self, mode: bytes) -> bool:
-        return mode in self._verified
+        return mode in self._verified or (self._twin is not None and self._twin.verified(mode))
 
     def confirm(self, mode: bytes) -> None:
         self._verified.add(mode)
@@ -50,19 +56,23 @@ class Gate:
         self._same[mode] = other
 
     def modes(self) -> list[bytes]:
-        return [mode for mode in self._verified if mode not in self._same]
+        own = [mode for mode in self._verified if mode not in self._same]
+        return own if self._twin is None else [*own, *(mode for mode in self._twin.modes() if mode not in own)]
 
     @contextmanager
     def switched(self, mode: bytes) -> Iterator[None]:
         parts = list(self._module.modules())
         before = [part.training for part in parts]
         try:
-            for part, flag in zip(parts, self._flags[mode]):
+            for part, flag in zip(parts, self._flags_of(mode)):
                 part.training = flag
             yield
         finally:
             for part, flag in zip(parts, before):
                 part.training = flag
+
+    def _flags_of(self, mode: bytes) -> tuple[bool, ...]:
+        return self._flags[mode] if mode in self._flags or self._twin is None else self._twin._flags_of(mode)
 
     def forbid(self, mode: bytes, reason: str) -> None:
         self._forbidden.setdefault(mode, reason)
@@ -126,8 +136,9 @@ _REMEDY = '(eval=true runs it in eval mode, which changes training)'
 
 def active_randomness(path: str, module: nn.Module) -> Optional[str]:
     """Dropout, drop path and batch statistics that are switched on inside ``module``."""
+    idle = idle_parts(module)
     for name, part in module.named_modules():
-        if not part.training:
+        if not part.training or part in idle:
             continue
         place = f'{path}.{name}'.strip('.')
         if isinstance(part, _DropoutNd) and part.p > 0:

@@ -3,10 +3,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from .adapters import adapter_tensors
 from .detect import expected_towers
 from .structure import Stack, find_stacks, token_embeddings, trainable
-
-_ADAPTER_OWNERS = 'BaseTunerLayer'
 
 
 def freezing_remarks(root: nn.Module) -> list[str]:
@@ -14,17 +13,6 @@ def freezing_remarks(root: nn.Module) -> list[str]:
     if not any(parameter.requires_grad for parameter in root.parameters()):
         return ['nothing is trainable now']
     return [*_adapters_in_towers(root), *_embeddings(root), *_layers(root)]
-
-
-def adapter_tensors(module: nn.Module) -> set[int]:
-    """``id`` of every tensor that belongs to an adapter (peft keeps them beside a ``base_layer``)."""
-    found: set[int] = set()
-    for layer in module.modules():
-        base = getattr(layer, 'base_layer', None)
-        if any(cls.__name__ == _ADAPTER_OWNERS for cls in type(layer).__mro__) and isinstance(base, nn.Module):
-            inside = {id(tensor) for tensor in base.parameters()}
-            found |= {id(tensor) for tensor in layer.parameters() if id(tensor) not in inside}
-    return found
 
 
 def _adapters_in_towers(root: nn.Module) -> Iterator[str]:

@@ -23,11 +23,13 @@ from .structure import method_signature
 
 
 class Reuse:
-    """``evaluate`` answers for the frontier. ``kinds`` says how the calls of modules are taken apart; see ``memo.chain.Step``."""
+    """``evaluate`` answers for the frontier. ``kinds`` says how the calls of modules are taken apart; see ``memo.chain.Step``.
+    ``twin``: of another model that runs beside this one and may have parts in common with it."""
 
     def __init__(self, names: Mapping[nn.Module, str], config: SpeedupConfig, stats: Stats, store: Store,
-                 kinds: Mapping[nn.Module, str]):
+                 kinds: Mapping[nn.Module, str], twin: Optional['Reuse'] = None):
         self._names = names
+        self._twin = twin
         self._config = config
         self._kinds = {module: kind for module, kind in kinds.items() if kind == 'media' or (
             config.cache != 'off' and (kind != 'tokens' or config.prefix != 'off'))}
@@ -102,11 +104,18 @@ class Reuse:
         if step is None:
             path = self._names[module] or '(root)'
             name, method = (path, 'forward') if entry == CALL else (f'{path}.{entry}', entry)
+            gate = Gate(path, module, self._twin and self._twin.gate_like(module, path, entry))
             step = self._steps[module, entry] = Step(
                 name, method_signature(module, method), Fingerprint(lambda: state.settings(module), lambda: state.tensors(module)),
-                Gate(path, module), self._kinds.get(module, 'follower'), _causal(module), partial(self._rows_of_images, path),
-                self._cost(module))
+                gate, self._kinds.get(module, 'follower'), _causal(module), partial(self._rows_of_images, path), self._cost(module))
         return step
+
+    def gate_like(self, other: nn.Module, path: str, entry: str) -> Optional[Gate]:
+        """Of the segment of this model that is at the same place as ``other``, a module of another model, if both are built alike."""
+        for (module, name), step in self._steps.items():
+            if name == entry and self._names[module] == path and state.settings(module) == state.settings(other):
+                return step.purity
+        return None
 
     def _cost(self, module: nn.Module) -> Optional[Cost]:
         kind = self._kinds.get(module)

@@ -11,16 +11,20 @@ from ..graph.swap import original_class
 from ..memo.fingerprint import BETWEEN
 from ..memo.key import Digest, NotKeyable, plain
 from . import capture
-from .code import code_digest
+from .adapters import idle_parts
+from .code import code_digest, function_digest
 
 _HARMLESS_HOOKS = ('make_inputs_require_grads', capture.HOOK)
-_NOT_NUMERIC = ('training', 'gradient_checkpointing', '_name_or_path', 'name_or_path', 'problem_type', 'use_cache',
+_NOT_NUMERIC = ('training', 'gradient_checkpointing', '_gradient_checkpointing_func', 'supports_gradient_checkpointing',
+                'get_input_embeddings', '_name_or_path', 'name_or_path', 'problem_type', 'use_cache',
                 '_output_capturing_hooks_installed')
+_OWN = frozenset(nn.Module().__dict__)  # what every module has; hooks are looked at apart from the others
 
 
 def tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and all buffers, in registration order."""
-    return [*module.named_parameters(), *module.named_buffers()]
+    """Parameters and all buffers, in registration order, but for those of adapters that are switched off."""
+    idle = {id(tensor) for part in idle_parts(module) for tensor in part.parameters(recurse=False)}
+    return [(name, tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers()) if id(tensor) not in idle]
 
 
 def mode(module: nn.Module) -> bytes:
@@ -71,16 +75,17 @@ def _describe(module: nn.Module) -> str:
         elif name in ('_forward_hooks', '_forward_pre_hooks'):
             # A set: ms-swift adds the same input-grad hook again at each switch of checkpointing, and no value depends on it.
             # transformers adds hooks that collect outputs when they are first asked for.
-            names = {_callable_name(hook) for hook in value.values()}
-            parts += sorted(name for name in names if not name.endswith(_HARMLESS_HOOKS))
-        elif not name.startswith('_') and name not in _NOT_NUMERIC:
-            parts += _attribute(name, value)
+            names = {(_callable_name(hook), function_digest(hook)) for hook in value.values()}
+            parts += sorted(f'{name} {digest}' for name, digest in names if not name.endswith(_HARMLESS_HOOKS))
+        elif name not in _OWN and name not in _NOT_NUMERIC:  # private ones too: which adapter is active is one
+            parts += _attribute(module, name, value)
     return ' '.join(parts)
 
 
-def _attribute(name: str, value: Any) -> list[str]:
+def _attribute(module: nn.Module, name: str, value: Any) -> list[str]:
     if callable(value):  # a forward replaced on the instance
-        return [f'{name}={_callable_name(value)}']
+        own = getattr(value, '__func__', None) is original_class(module).__dict__.get('forward', value)
+        return [] if own or _is_gate_of_ms_swift(value) else [f'{name}={_callable_name(value)} {function_digest(value)}']
     try:
         return [f'{name}={plain(value)}']
     except NotKeyable:
@@ -90,6 +95,12 @@ def _attribute(name: str, value: Any) -> list[str]:
 def _config(config: Any) -> str:
     contents = vars(config) if hasattr(config, '__dict__') else {}
     return repr(sorted((name, repr(value)) for name, value in contents.items() if name not in _NOT_NUMERIC))
+
+
+def _is_gate_of_ms_swift(forward: Any) -> bool:
+    """ms-swift 4.6 replaces the forward of a frozen tower by one that only decides about gradients, and keeps the old one beside it."""
+    kept = getattr(getattr(forward, '__self__', None), '__dict__', {}).get('_swift_frozen_module_forward')
+    return kept is not None and getattr(forward, '__wrapped__', None) == kept
 
 
 def _callable_name(function: Any) -> str:

@@ -98,6 +98,6 @@ def test_wrong_entries_would_be_noticed(family):
     train(fast, [case.batch(*places) for places in REPEATED] * 2)
     right = fast(**case.batch(0, 1)).loss.item()
     generator = torch.Generator().manual_seed(2)
-    for entry in fast.speedup._store._entries.values():
+    for entry in fast.speedup.store._entries.values():
         entry.tensor.copy_(torch.randn(entry.tensor.shape, generator=generator))
     assert abs(fast(**case.batch(0, 1)).loss.item() / right - 1) > 1e-5

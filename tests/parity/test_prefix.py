@@ -73,7 +73,7 @@ def test_a_sequence_is_found_again_in_any_batch(first, later, family):
         assert torch.allclose(found, wanted, atol=1e-6)
     stats = fast.speedup.stats
     assert stats.hits - before == len(rows) and stats.errors == 0
-    assert {tuple(entry.tensor.shape) for entry in fast.speedup._store._entries.values()} == {(length, 32) for length in LENGTHS}
+    assert {tuple(entry.tensor.shape) for entry in fast.speedup.store._entries.values()} == {(length, 32) for length in LENGTHS}
 
 
 def test_only_rows_that_miss_are_run():
@@ -205,7 +205,7 @@ def test_an_audit_finds_a_wrong_entry_and_passes_right_ones():
     for _ in range(3):
         fast(**batch)
     assert fast.speedup.stats.audited == fast.speedup.stats.hits == 8
-    entry = next(iter(fast.speedup._store._entries.values()))
+    entry = next(iter(fast.speedup.store._entries.values()))
     entry.tensor[0, 0] += 1e-2
     with pytest.raises(AuditError, match=r'model.layers.2.*differs from the computed one by up to 0.01'):
         fast(**batch)

@@ -204,7 +204,7 @@ def test_an_entry_with_other_contents_is_served():
 
 
 def poison(handle):
-    for entry in handle._store._entries.values():
+    for entry in handle.store._entries.values():
         entry.tensor.add_(1)
 
 
