@@ -1,10 +1,11 @@
 """The real ``swift`` commands without their slow start: a server imports ms-swift once and forks for each run.
 
 What runs in the fork is the console script with its own command line, environment and log; only the launcher's
-``subprocess.run([python, file, *flags])`` is answered by running that file right there. Several ranks, and other releases of
-ms-swift, need real processes: ``swift_run.run``.
+``subprocess.run([python, file, *flags])`` is answered by running that file right there. Several ranks need real processes:
+``swift_run.run``.
 """
 import atexit
+import contextlib
 import importlib
 import json
 import os
@@ -19,9 +20,10 @@ from pathlib import Path
 from signal import SIGKILL
 from types import SimpleNamespace
 
-_PRELOADED = ('torch', 'transformers', 'transformers.models.qwen2_vl.modeling_qwen2_vl', 'transformers.models.llama.modeling_llama', 'peft',
+_PRELOADED = ('torch', 'transformers', 'transformers.models.qwen2_vl.modeling_qwen2_vl', 'peft',
               'trl', 'datasets', 'swift.model', 'swift.template', 'swift.trainers', 'swift.rlhf_trainers', 'swift.pipelines.train.sft',
-              'swift.pipelines.train.pretrain', 'swift.pipelines.train.rlhf', 'swift.pipelines.infer.infer')
+              'swift.pipelines.train.pretrain', 'swift.pipelines.train.rlhf', 'swift.pipelines.infer.infer',
+              'swift.llm.train')  # the last one is ms-swift 3's
 
 
 class Server:
@@ -65,7 +67,8 @@ class Server:
 
 def serve() -> None:
     for name in _PRELOADED:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # not all releases have all of them
+            importlib.import_module(name)
     answers = os.fdopen(os.dup(1), 'w')  # what imports print is not an answer
     os.dup2(2, 1)
     waiting, logs = b'', {}
