@@ -13,6 +13,8 @@ _CACHES = ('past_key_values', 'past_key_value', 'layer_past')
 _HINTS = ('max_seqlen', 'max_length_q', 'max_length_k', 'max_seqlen_q', 'max_seqlen_k')
 # Models hand all their keyword arguments to their towers; one whose signature does not have these has no use for them.
 _OF_THE_TEXT = ('mm_token_type_ids', 'token_type_ids')
+# Where in a key-value cache the tokens go, counted from the batch's left edge: before transformers 5, layers get it without a cache too.
+_OF_A_CACHE = ('cache_position',)
 
 
 class NotSplittable(Exception):
@@ -29,6 +31,7 @@ class Arguments:
     absent: tuple[str, ...]  # arguments that were passed as None
     structure: Structure
     of_the_text: tuple[str, ...] = ()  # those that mean nothing to a tower; the memo proves it
+    of_a_cache: tuple[str, ...] = ()  # those that mean nothing without a cache, and there is none; the memo proves this too
 
     @classmethod
     def of(cls, signature: inspect.Signature, args: tuple, kwargs: dict) -> 'Arguments':
@@ -48,7 +51,9 @@ class Arguments:
         structure, tensors = flatten((args, kwargs))
         absent = tuple(name for name, value in values if value is None)
         of_the_text = tuple(name for name in names if name in _OF_THE_TEXT and name not in signature.parameters)
-        return cls(tuple(names), tuple(tensors), ';'.join(sorted(lines)), absent, structure, of_the_text)
+        cached = any(name in _CACHES and value is not None for name, value in values)
+        of_a_cache = () if cached else tuple(name for name in names if name in _OF_A_CACHE)
+        return cls(tuple(names), tuple(tensors), ';'.join(sorted(lines)), absent, structure, of_the_text, of_a_cache)
 
     def get(self, name: str) -> torch.Tensor | None:
         return self.tensors[self.names.index(name)] if name in self.names else None

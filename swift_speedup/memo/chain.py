@@ -95,7 +95,7 @@ class Call:
         self._execute = execute
         self._parents = parents
         self._last: Optional[tuple[tuple[int, ...], list[torch.Tensor]]] = None
-        self._ignored = arguments.of_the_text if step.kind == 'media' else ()
+        self._ignored = (*(arguments.of_the_text if step.kind == 'media' else ()), *arguments.of_a_cache)
         self.device = arguments.tensors[0].device
         self.autocast = _Autocast.now(self.device.type)
         text = ';'.join([arguments.text, *(f'{place}:{value.text}' for place, value in parents.items())])
