@@ -111,6 +111,11 @@ class Speedup:
         plan = planner.make_plan(self._swap.root, self._tracer.trace, refusal, left_alone)
         return dataclasses.replace(plan, remarks=(*plan.remarks, *self._reuse.remarks()))
 
+    @property
+    def forwards(self) -> int:
+        """Outermost calls that came through; 0 after a step means that the model is compiled or was called in another way."""
+        return self._frontier.forwards
+
     def report(self) -> str:
         """Plan and counters as a table; printed as well as returned."""
         text = render(self.plan, self.stats)

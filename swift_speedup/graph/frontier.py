@@ -64,6 +64,7 @@ class Frontier:
         self._pass = _Pass()
         self._observer = observer
         self._observing = observer is not None
+        self.forwards = 0  # outermost calls that were seen
 
     def call(self, module: nn.Module, entry: str, original: Callable, args: tuple, kwargs: dict) -> Any:
         state = self._pass
@@ -88,6 +89,7 @@ class Frontier:
         training = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1  # the second: not a recomputation
         observer = state.observer = self._observer if self._observing and training else None
         state.depth = 1
+        self.forwards += 1
         try:
             with nullcontext() if observer is None else observer.forward(is_root, args, kwargs):
                 if observer is not None:

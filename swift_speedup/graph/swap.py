@@ -8,6 +8,7 @@ are entered by another method have that method overridden as well.
 import copyreg
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Optional
 
@@ -18,7 +19,7 @@ from ..errors import AttachError
 
 CallHandler = Callable[[nn.Module, str, Callable, tuple, dict], Any]
 CALL = '__call__'
-_MARK = '_speedup_swap'
+_MARK, _ORIGINAL = '_speedup_swap', '_speedup_original'
 
 
 class ClassSwap:
@@ -80,9 +81,11 @@ class ClassSwap:
             '__reduce_ex__': __reduce_ex__,
             'speedup': property(speedup),
             _MARK: swap,
+            _ORIGINAL: original,
             **{name: self._entry(name, getattr(original, name)) for name in self._entries if has_method(original, name)},
         }
-        swapped = type(original)(original.__name__, (original,), namespace)
+        base = _with_safe_getattr(original) if _asks_super_of_its_class(original) else original
+        swapped = type(original)(original.__name__, (base,), namespace)
         return swapped
 
     def _entry(self, name: str, original: Callable) -> Callable:
@@ -92,6 +95,28 @@ class ClassSwap:
         def entry(self, *args, **kwargs):
             return handler(self, name, original, args, kwargs)
         return entry
+
+
+def _asks_super_of_its_class(original: type) -> bool:
+    code = getattr(vars(original).get('__getattr__'), '__code__', None)
+    return code is not None and '__class__' in code.co_names
+
+
+def _with_safe_getattr(original: type) -> type:
+    """To derive from in place of a class whose ``__getattr__`` asks ``super(self.__class__, self)``, as ms-swift's do: that would come
+    back to itself for ever."""
+    asking = threading.local()
+
+    def __getattr__(self, name):
+        asked = asking.__dict__.setdefault('names', set())
+        if (id(self), name) in asked:
+            return super(original, self).__getattr__(name)
+        asked.add((id(self), name))
+        try:
+            return original.__getattr__(self, name)
+        finally:
+            asked.discard((id(self), name))
+    return type(original)(original.__name__, (original,), {'__module__': original.__module__, '__getattr__': __getattr__})
 
 
 def has_method(cls: type, name: str) -> bool:
@@ -106,7 +131,7 @@ def _swap_of(module: Any) -> Optional[ClassSwap]:
 def original_class(module: nn.Module) -> type:
     """The module's own class, swapped or not."""
     swapped = next((cls for cls in type(module).__mro__ if _MARK in cls.__dict__), None)
-    return type(module) if swapped is None else swapped.__bases__[0]
+    return type(module) if swapped is None else swapped.__dict__[_ORIGINAL]
 
 
 def root_handle(module: Any) -> Any:

@@ -26,6 +26,7 @@ class SummaryCallback(TrainerCallback):
     def __init__(self, *handles: Speedup):
         self._handles = handles
         self._epochs = 0  # that this process has seen: after a resume the cache may be empty
+        self._unseen = True  # no step has ended yet
         self._samples = 0  # of the dataset, while nothing was said about the size of the cache
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
@@ -36,6 +37,10 @@ class SummaryCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         handle = self._handles[0]
+        if self._unseen and not handle.forwards:
+            logger.warning('a step was trained, but no call of the model came through swift_speedup: nothing is skipped or cached. '
+                           'Is the model compiled, or another one than the one that was attached?')
+        self._unseen = False
         if self._samples and handle.stats.misses:
             each = handle.kept_bytes_per_sample()
             logger.info('%s per sample are kept: about %s for a dataset of %d rows with one such sample each; %s', _size(each),

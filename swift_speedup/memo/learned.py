@@ -28,8 +28,9 @@ _CONTAINERS = {'dict': dict, 'OrderedDict': OrderedDict, 'tuple': tuple, 'list':
 class Learned:
     """Facts of one attachment."""
 
-    def __init__(self, store: Store):
+    def __init__(self, store: Store, beside: bool = False):
         self._store = store
+        self._beside = beside  # another model of this process uses the store too
         self._outputs: dict[tuple, tuple] = {}  # (form, mark) -> structure and specs
         # Trail of a value -> (smallest, largest sample) of batches in which a sample alone equalled its part of the batch.
         self._verified: dict[tuple, list[tuple[int, int]]] = {}
@@ -143,7 +144,8 @@ class Learned:
         last = self._read(others[-1], lambda note: note) if others else None
         if isinstance(last, dict) and isinstance(last.get('segments'), dict):
             what = _what_differs(about, last)
-            logger.info('%s: the cache has outputs from before, but they are not used: %s', ' + '.join(about['segments']),
+            log = logger.debug if self._beside else logger.info  # the trained model's own entries, beside it, are no surprise
+            log('%s: the cache has outputs from before, but they are not used: %s', ' + '.join(about['segments']),
                         '; '.join(what) or 'the inputs differ')
         self._write(key, [other.hex() for other in [*others, origin][-_REMEMBERED_ORIGINS:]])
 

@@ -41,14 +41,14 @@ class _Thread(threading.local):
 class Memo:
     """Reuse of all segments of one attachment."""
 
-    def __init__(self, store: Store, stats: Stats, dedup: bool, audit: float = 0.0):
+    def __init__(self, store: Store, stats: Stats, dedup: bool, audit: float = 0.0, beside: bool = False):
         self._store = store
         self._audit = audit
         self._random = random.Random(0)  # its own: training's generators are not touched
         self._stats = stats
         self._dedup = dedup
         self._thread = _Thread()
-        self._learned = Learned(store)
+        self._learned = Learned(store, beside)
         self._outcomes = Outcomes(stats)
         self._refused: set[tuple] = set()
         self._compared: set[tuple[str, bytes]] = set()  # steps and modes that were held against a known mode

@@ -35,7 +35,7 @@ class Reuse:
             config.cache != 'off' and (kind != 'tokens' or config.prefix != 'off'))}
         self._prefix = {module for module, kind in kinds.items() if kind == 'tokens'}
         self._active = config.cache != 'off' or config.dedup
-        self._memo = Memo(store, stats, config.dedup, config.audit)
+        self._memo = Memo(store, stats, config.dedup, config.audit, beside=twin is not None)
         self._steps: dict[tuple[nn.Module, str], Step] = {}
         self._packing: dict[str, Sequence[int]] = {}  # path of a tower -> rows of each image in its present call
 

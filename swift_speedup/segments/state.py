@@ -18,6 +18,7 @@ _HARMLESS_HOOKS = ('make_inputs_require_grads', capture.HOOK)
 _NOT_NUMERIC = ('training', 'gradient_checkpointing', '_gradient_checkpointing_func', 'supports_gradient_checkpointing',
                 'get_input_embeddings', '_name_or_path', 'name_or_path', 'problem_type', 'use_cache',
                 '_output_capturing_hooks_installed')
+_WRITTEN_BY_SAVING = ('architectures', 'transformers_version', 'auto_map', '_commit_hash')  # and dtype, as text then
 _OWN = frozenset(nn.Module().__dict__)  # what every module has; hooks are looked at apart from the others
 
 
@@ -94,7 +95,8 @@ def _attribute(module: nn.Module, name: str, value: Any) -> list[str]:
 
 def _config(config: Any) -> str:
     contents = vars(config) if hasattr(config, '__dict__') else {}
-    return repr(sorted((name, repr(value)) for name, value in contents.items() if name not in _NOT_NUMERIC))
+    return repr(sorted((name, str(value).removeprefix('torch.') if name in ('dtype', 'torch_dtype') else repr(value))
+                       for name, value in contents.items() if name not in _NOT_NUMERIC and name not in _WRITTEN_BY_SAVING))
 
 
 def _is_gate_of_ms_swift(forward: Any) -> bool:

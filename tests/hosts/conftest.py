@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from toys import models, photos, swift_run
+from toys import models, photos, preloaded, swift_run
 
 from swift_speedup.cli.main import plugin_path
 
@@ -43,6 +43,8 @@ PLANNED = {
     'embedding saved': FREEZING['embedding saved'],
     'merger trained': FREEZING['merger trained'],
 }
+DOORS = ('stock', 'plugin', 'command', 'python')
+ALWAYS_REUSE = Path(__file__).with_name('always_reuse_plugin.py')
 PYTHON_DOOR = Path(__file__).with_name('python_door.py')
 
 
@@ -95,8 +97,16 @@ def write_dataset(path: Path, rows) -> None:
 
 
 @pytest.fixture(scope='session')
-def jobs(inputs, tmp_path_factory):
-    """All runs by name, two at a time."""
+def server():
+    """Runs ``swift`` commands without their slow start."""
+    started = preloaded.Server(swift_run.environment(OMP_NUM_THREADS='1'))
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope='session')
+def jobs(inputs, server, tmp_path_factory):
+    """All runs by name, two at a time; those of the doors are processes of their own."""
     usual = ['--model', str(inputs / 'model'), '--dataset', str(inputs / 'data.jsonl')]
     recorder, plugin = str(swift_run.RECORDER), str(plugin_path())
     full = ['--tuner_type', 'full', '--save_only_model', 'true']
@@ -127,7 +137,8 @@ def jobs(inputs, tmp_path_factory):
             arguments = swift_run.command('swift-speedup', 'plan', 'sft', *flags, *planning)
         else:
             arguments = swift_run.command(door, str(PYTHON_DOOR) if door == 'python' else 'sft', *flags)
-        status = swift_run.run(arguments, swift_run.environment(folder / 'record.jsonl', OMP_NUM_THREADS='1', **variables),
+        run = swift_run.run if name in DOORS else server.run
+        status = run(arguments, swift_run.environment(folder / 'record.jsonl', OMP_NUM_THREADS='1', **variables),
                                folder / 'log', timeout=300)
         return Job(status, (folder / 'log').read_text(encoding='utf-8'), folder)
     with ThreadPoolExecutor(2) as pool:

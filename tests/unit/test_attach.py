@@ -118,3 +118,26 @@ def test_a_class_that_another_tool_derives_from_ours_keeps_the_attachment():
     assert isinstance(model, MyModel) and model.speedup.plan.segments == ()
     with pytest.raises(AttachError, match='before'):
         model.speedup.remove()
+
+
+def test_a_class_whose_getattr_asks_super_of_its_own_class():
+    """As ms-swift's ``patch_getattr`` writes it: in a subclass it would come back to itself."""
+    class Wrapper(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+
+    def look_up(self, name):
+        try:
+            return super(self.__class__, self).__getattr__(name)
+        except AttributeError:
+            if name == 'inner':
+                raise
+            return getattr(self.inner, name)
+    Wrapper.__getattr__ = look_up
+    model = MyModel(Wrapper())
+    assert model.append == model.inner.append
+    with pytest.raises(AttributeError):
+        model.nothing  # noqa: B018
+    assert isinstance(model, MyModel) and type(copy.deepcopy(model)) is Wrapper
+    assert model.speedup.remove() is model and type(model) is Wrapper
