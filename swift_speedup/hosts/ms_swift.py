@@ -23,11 +23,11 @@ from .trainer import SummaryCallback, attach_together, follow
 
 _HOOKED = '_swift_speedup_original'
 _COMPANIONS = ('ref_model', 'reward_model', 'reward_models', 'reward_funcs', 'value_model', 'teacher_model')
-# command -> where its pipeline class lives, newest layout first
+# command -> where its pipeline class lives and what it is called, newest layout first
 _PIPELINES = {
-    'sft': ('SwiftSft', 'swift.pipelines.train.sft', 'swift.llm.train.sft'),
-    'pt': ('SwiftPretrain', 'swift.pipelines.train.pretrain', 'swift.llm.train.pt'),
-    'rlhf': ('SwiftRLHF', 'swift.pipelines.train.rlhf', 'swift.llm.train.rlhf'),
+    'sft': (('swift.pipelines.train.sft', 'SwiftSft'), ('swift.llm.train.sft', 'SwiftSft')),
+    'pt': (('swift.pipelines.train.pretrain', 'SwiftPretrain'), ('swift.llm.train.pt', 'SwiftPt')),
+    'rlhf': (('swift.pipelines.train.rlhf', 'SwiftRLHF'), ('swift.llm.train.rlhf', 'SwiftRLHF')),
 }
 
 
@@ -146,18 +146,15 @@ def run_command(command: str) -> None:
 
 def pipeline_of(command: str) -> type:
     """The class whose ``main`` is ``swift <command>``."""
-    class_name, *modules = _PIPELINES[command]
-    return getattr(_first_importable(modules), class_name)
-
-
-def _first_importable(modules: list[str]) -> Any:
-    for name in modules:
+    places = _PIPELINES[command]
+    for module, class_name in places:
         try:
-            return importlib.import_module(name)
+            return getattr(importlib.import_module(module), class_name)
         except ModuleNotFoundError as missing:
-            if not name.startswith(missing.name or '?'):
+            if not module.startswith(missing.name or '?'):
                 raise
-    raise HostError(f'the installed ms-swift has none of {", ".join(modules)}; versions 3.12.6 to 4.6.0 are supported')
+    raise HostError(f'the installed ms-swift has none of {", ".join(module for module, _ in places)}; '
+                    'versions 3.12.6 to 4.6.0 are supported')
 
 
 def with_flags(arguments: type, use: Callable[[SpeedupConfig], None]) -> type:
