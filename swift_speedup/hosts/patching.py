@@ -63,7 +63,7 @@ def load(release: str) -> dict[str, Patch]:
 
 
 class Installation:
-    """The ms-swift of this environment. Raises ``PatchError`` when there is none or none of its files can be told from others."""
+    """The ms-swift of this environment. Raises ``PatchError`` when there is none, no patch for it, or Python imports another one."""
 
     def __init__(self):
         try:
@@ -121,7 +121,7 @@ class Installation:
         return 'applied' if all(there) else 'partly applied' if any(there) else 'not applied'
 
     def apply(self, patch: str) -> bool:
-        """Whether anything had to be changed. Raises ``PatchError``; then nothing was changed, or the message says so."""
+        """Whether anything had to be changed. Raises ``PatchError``, before anything is changed if a file is unknown."""
         self._refuse_unknown([patch])
         return self._change({patch}, set())
 
