@@ -1,5 +1,5 @@
-"""For ``swift --external_plugins``: an eval metric for generated answers that needs no further packages, and after training, in
-``$FLORENCE2_FACTS``, the plan as it is in train mode and how often drop path drew random numbers.
+"""For ``swift --external_plugins``: after training, in ``$FLORENCE2_FACTS``, the plan as it is in train mode and how often drop path
+drew random numbers.
 
 With ``$FLORENCE2_REGISTER`` it registers the model type and nothing else: the stock run.
 """
@@ -8,9 +8,6 @@ import json
 import os
 from pathlib import Path
 
-from swift.metrics import eval_metrics_map
-from swift.metrics.base import EvalMetrics
-from swift.utils import Serializer
 from transformers import Trainer
 from transformers.models.florence2.modeling_florence2 import Florence2DropPath
 
@@ -18,16 +15,6 @@ if 'FLORENCE2_REGISTER' in os.environ:
     from swift_speedup.hosts.florence2 import register
     assert register() and register()  # the second time is harmless
 
-
-class Answers(EvalMetrics):
-    """How many answers there were, and how many of them hold text."""
-
-    def compute_metrics(self, eval_prediction):
-        texts = [Serializer.from_tensor(answer) for answer in eval_prediction.predictions]
-        return {'answers': float(len(texts)), 'texts': float(sum(isinstance(text, str) and bool(text.strip()) for text in texts))}
-
-
-eval_metrics_map['answers'] = Answers
 draws = []
 
 

@@ -15,8 +15,8 @@ from toys import florence2, photos, swift_run
 
 from swift_speedup.cli.main import plugin_path
 
-# The runner of this folder's conftest is for Qwen2-VL; these runs share nothing with its.
 REPORTER = Path(__file__).with_name('florence2_plugin.py')
+ANSWERS = Path(__file__).with_name('answers_plugin.py')
 FLAGS = ['--model_type', 'florence2_native', '--num_train_epochs', '2', '--learning_rate', '1e-2', '--save_steps', '3',
          *swift_run.CPU_FLAGS, '--save_only_model', 'false']
 LORA = ['--gradient_accumulation_steps', '2', '--per_device_train_batch_size', '1']
@@ -86,11 +86,11 @@ def florence(tmp_path_factory):
 
 
 @pytest.fixture(scope='session')
-def runs(florence, tmp_path_factory):
+def runs(florence, server, tmp_path_factory):
     """All runs by name, two at a time; those of the second round need the first's checkpoints."""
     folder = tmp_path_factory.mktemp('florence_runs')
     data = str(florence / 'data.jsonl')
-    plugins = ['--external_plugins', str(swift_run.RECORDER), str(REPORTER)]
+    plugins = ['--external_plugins', str(swift_run.RECORDER), str(REPORTER), str(ANSWERS)]
     stock, fast = ('swift', {'FLORENCE2_REGISTER': '1'}), ('swift-speedup', {})
 
     def train(arm, *flags):
@@ -122,7 +122,7 @@ def runs(florence, tmp_path_factory):
         where = ['--output_dir', str(place / 'out')] if command == 'sft' else ['--result_path', str(place / 'answers.jsonl')]
         environment = swift_run.environment(
             place / 'record.jsonl', OMP_NUM_THREADS='1', FLORENCE2_FACTS=str(place / 'facts.json'), **variables)
-        status = swift_run.run(swift_run.command(door, command, *flags, *where), environment, place / 'log', timeout=300)
+        status = server.run(swift_run.command(door, command, *flags, *where), environment, place / 'log', timeout=300)
         return Job(place, status)
 
     finished = {}

@@ -21,7 +21,7 @@ RUNS = {  # name -> flags of its own
 
 
 @pytest.fixture(scope='module')
-def runs(inputs, tmp_path_factory):
+def runs(inputs, server, tmp_path_factory):
     """The runs in their order, with the same folder; and one that cannot use it, because it is a file."""
     folder = tmp_path_factory.mktemp('folder')
     (folder / 'file').write_text('mine')
@@ -33,7 +33,7 @@ def runs(inputs, tmp_path_factory):
         command = swift_run.command(
             'swift-speedup', 'sft', '--model', str(inputs / 'model'), '--dataset', str(inputs / 'data.jsonl'), *COMMON, *flags,
             '--output_dir', str(place / 'out'), '--frozen_cache_dir', str(cache))
-        status = swift_run.run(command, swift_run.environment(place / 'record.jsonl', OMP_NUM_THREADS='1'), place / 'log', timeout=300)
+        status = server.run(command, swift_run.environment(place / 'record.jsonl', OMP_NUM_THREADS='1'), place / 'log', timeout=300)
         log = (place / 'log').read_text(encoding='utf-8')
         assert status == 0, log[-4000:]
         logged = [json.loads(line) for path in place.glob('out/**/logging.jsonl') for line in path.read_text().splitlines()]
