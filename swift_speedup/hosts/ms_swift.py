@@ -96,8 +96,8 @@ def _attach_to(trainer: Any, config: SpeedupConfig) -> tuple[Speedup, ...]:
         logger.info('the model already has swift_speedup attached; its own options stay')
         return ()
     if getattr(trainer.args, 'torch_compile', False):
-        raise HostError('torch_compile=true compiles the calls that swift_speedup skips, so it would be without effect: set torch_compile '
-                        'to false, or train without swift_speedup (frozen_speedup false, no plugin)')
+        raise HostError('torch_compile=true compiles the calls that swift_speedup skips, so it would be without effect: '
+                        'set torch_compile to false, or train without swift_speedup (frozen_speedup false, no plugin)')
     handles = attach_together(model, _companions(trainer), config)
     follow(trainer, *handles)
     return handles

@@ -1,6 +1,6 @@
 """For any Hugging Face ``Trainer``: what it knows about epochs, numbers in its log, a line of them when training ends (Rule 11)."""
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Optional
 
 from torch import nn
 from transformers import TrainerCallback
@@ -9,6 +9,7 @@ from ..api import Speedup, attach
 from ..config import SpeedupConfig
 from ..graph.swap import root_handle
 from ..log import logger
+from ..stats import Stats
 
 
 def _size(nbytes: float) -> str:
@@ -80,10 +81,12 @@ class SpeedupCallback(SummaryCallback):
         self._config = SpeedupConfig.from_named(options)
         self._also = tuple(also)
         self._attached: list[Speedup] = []  # here, so taken back here
+        self.stats: Optional[Stats] = None  # of the last training
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         before = root_handle(model)
         self._handles = attach_together(model, self._also, self._config)
+        self.stats = self._handles[0].stats
         self._attached = [handle for handle in self._handles if handle is not before]
         super().on_train_begin(args, state, control, model=model, **kwargs)
 
