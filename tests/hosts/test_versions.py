@@ -1,5 +1,7 @@
 """Each older ms-swift release really trains: an overlay of it in front of this environment, stock against plugin, same values."""
 import contextlib
+import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,15 +23,20 @@ models.save(models.build('qwen2_vl'), 'qwen2_vl', pathlib.Path(sys.argv[1]), pho
 LAYERS = ['--freeze_llm', 'false', '--freeze_parameters',
           *(f'model.language_model.{name}' for name in ('embed_tokens', 'layers.0', 'layers.1'))]
 LORA, FULL = ['lora'], ['full', *LAYERS]
-RUNS = {  # name -> console command, how to tune, plugins beside the recorder
-    'lora-stock': ('swift', LORA, []),
-    'lora-plugin': ('swift', LORA, [str(plugin_path())]),
-    'full-stock': ('swift', FULL, []),
-    'full-command': ('swift-speedup', FULL, []),
+RUNS = {  # name -> console command and its word, how to tune, plugins beside the recorder
+    'full-command': ('swift-speedup', 'sft', FULL, []),
+    'full-stock': ('swift', 'sft', FULL, []),
+    'lora-stock': ('swift', 'sft', LORA, []),
+    'lora-plugin': ('swift', 'sft', LORA, [str(plugin_path())]),
+    'pt': ('swift-speedup', 'pt', LORA, []),
+    'dpo': ('swift-speedup', 'rlhf', LORA, []),
 }
-FORKED = ('lora-stock', 'lora-plugin', 'full-stock')  # the other one starts as a user's does, by ms-swift's launcher
+BY_LAUNCHER = 'full-command'  # starts as a user's does; the others are forks of one process, in seconds
 PAIRS = [('lora-stock', 'lora-plugin'), ('full-stock', 'full-command')]
 STEPS = 12  # two epochs of six rows
+# What differs most between releases of transformers: who collects layers' outputs, and what layers are told about padding.
+PARITY = ['pytest', '-n0', '-q', '-p', 'no:cacheprovider', str(Path(__file__).parent.parent / 'parity' / 'test_prefix.py'),
+          '-k', 'whoever_asks_for_insides or found_again and right-left']
 
 
 @pytest.fixture(scope='module', params=overlays.RELEASES)
@@ -39,30 +46,37 @@ def runs(request, inputs, tmp_path_factory):
     overlay = overlays.folder(release)
     folder = tmp_path_factory.mktemp(f'swift-{release}')
     (folder / 'save.py').write_text(SAVE, encoding='utf-8')
+    rows = (inputs / 'data.jsonl').read_text(encoding='utf-8').splitlines()
+    rows = [json.dumps(json.loads(row) | {'rejected_response': 'No.'}) for row in rows]
+    (folder / 'data.jsonl').write_text('\n'.join(rows) + '\n', encoding='utf-8')
 
     def variables(*record):
         return swift_run.environment(*record, PYTHONPATH=str(overlay), OMP_NUM_THREADS='1')
 
     with contextlib.closing(preloaded.Server(variables())) as server, ThreadPoolExecutor(2) as pool:
         def run(name):
-            door, tuning, plugins = RUNS[name]
+            if name == 'parity':
+                status = server.run(swift_run.command(*PARITY), variables(), folder / 'parity', timeout=300)
+                return Job(status, (folder / 'parity').read_text(encoding='utf-8'), folder)
+            door, word, tuning, plugins = RUNS[name]
             place = folder / name
             place.mkdir()
             command = swift_run.command(
-                door, 'sft', '--model', str(folder / 'model'), '--model_type', 'qwen2_vl', '--template', 'qwen2_vl',
-                '--dataset', str(inputs / 'data.jsonl'), '--num_train_epochs', '2', '--gradient_accumulation_steps', '2',
+                door, word, '--model', str(folder / 'model'), '--model_type', 'qwen2_vl', '--template', 'qwen2_vl',
+                '--dataset', str(folder / 'data.jsonl'), '--num_train_epochs', '2', '--gradient_accumulation_steps', '2',
                 '--learning_rate', '1e-2', '--output_dir', str(place / 'out'), *swift_run.CPU_FLAGS,
                 '--train_type' if (overlay / 'swift' / 'llm').is_dir() else '--tuner_type', *tuning,
-                '--external_plugins', str(swift_run.RECORDER), *plugins)
-            started = server.run if name in FORKED else swift_run.run
-            status = started(command, variables(place / 'record.jsonl'), place / 'log', timeout=300)
+                *(['--rlhf_type', 'dpo'] if word == 'rlhf' else []), '--external_plugins', str(swift_run.RECORDER), *plugins)
+            start = swift_run.run if name == BY_LAUNCHER else server.run
+            status = start(command, variables(place / 'record.jsonl'), place / 'log', timeout=300)
             return Job(status, (place / 'log').read_text(encoding='utf-8'), place)
 
         status = server.run([str(folder / 'save.py'), str(folder / 'model')], variables(), folder / 'log', timeout=300)
         assert status == 0, (folder / 'log').read_text(encoding='utf-8')[-4000:]
-        finished = dict(zip(RUNS, pool.map(run, RUNS)))
-    for job in finished.values():  # a run of the installed release would prove nothing
-        assert str(overlay / 'swift') in job.log, job.log[-4000:]
+        names = [*RUNS, 'parity']
+        finished = dict(zip(names, pool.map(run, names)))
+    for name in sum(PAIRS, ()):  # a run of the installed release would prove nothing
+        assert str(overlay / 'swift') in finished[name].log, finished[name].log[-4000:]
     return finished
 
 
@@ -102,3 +116,15 @@ def test_one_line_tells_what_is_attached(runs, stock, sped_up):
     (line,) = attached(runs[sped_up])
     assert 'model.visual (tower' in line and 'outputs reused' in line
     assert not attached(runs[stock]) and 'stats' not in runs[stock].record[-1]
+
+
+@pytest.mark.parametrize('name', ['pt', 'dpo'])
+def test_the_other_commands_train_with_it(runs, name):
+    stats = runs[name].record[-1]['stats']
+    assert len(runs[name].record) == STEPS and len(attached(runs[name])) == 1
+    assert stats['misses'] >= 5 and stats['hits'] > stats['misses'] and stats['bypassed'] == stats['errors'] == 0
+
+
+def test_parity_with_the_releases_transformers(runs):
+    job = runs['parity']
+    assert job.status == 0 and re.search(r'\b1\d passed', job.log), job.log[-4000:]
