@@ -1,15 +1,18 @@
 """Trainings of ms-swift through each door, with a vision-language and a text model: losses and checkpoints of the stock run; resumed
 in the middle, the same end. And what of them is computed how often."""
+import contextlib
 import json
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers
 from hosts import conftest
+from hosts.test_patching import copied
 from safetensors.torch import load_file
-from toys import models, photos, swift_run
+from toys import models, photos, preloaded, swift_run
 
 from swift_speedup.cli.main import plugin_path
 
@@ -41,7 +44,7 @@ MORE = {  # once, by the command, on the text model
     'gkd': ('gkd', True, ['--max_completion_length', '8']),
 }
 MODELS = ('qwen2_vl', 'qwen2')
-DOORS = ('plugin', 'command')
+DOORS = ('plugin', 'command', 'patched')
 
 
 @pytest.fixture(scope='module')
@@ -73,7 +76,17 @@ def row_of(kind, number, images):
 
 
 @pytest.fixture(scope='module')
-def run(folder, server, tmp_path_factory):
+def patched(tmp_path_factory):
+    """Runs commands with a copy of ms-swift that has the flag."""
+    site = copied('4.6.0', tmp_path_factory.mktemp('site') / 'site')
+    variables = swift_run.environment(OMP_NUM_THREADS='1', PYTHONPATH=str(site))
+    subprocess.run(swift_run.command('swift-speedup', 'patch'), env=variables, check=True, stdout=subprocess.DEVNULL)
+    with contextlib.closing(preloaded.Server(variables)) as started:
+        yield started
+
+
+@pytest.fixture(scope='module')
+def run(folder, server, patched, tmp_path_factory):
     """``run(training, model, door, *flags)`` -> the finished job."""
     def start(training, model, door, *more):
         kind, full, flags = (TRAININGS | MORE)[training]
@@ -90,9 +103,9 @@ def run(folder, server, tmp_path_factory):
             *(['--tuner_type', 'full', *FROZEN[model]] if full else UPPER if model == 'qwen2' else []),
             *(['--teacher_model', str(folder / model), '--teacher_model_type', model] if kind == 'gkd' else []), *flags, *more]
         variables = {'SWIFT_SPEEDUP_PREFIX': 'on'} if door == 'plugin' else {}
-        command += ['--frozen_prefix', 'on'] if door == 'command' else []
+        command += {'command': ['--frozen_prefix', 'on'], 'patched': ['--frozen_speedup', 'true', '--frozen_prefix', 'on']}.get(door, [])
         variables = swift_run.environment(place / 'record.jsonl', OMP_NUM_THREADS='1', TOWER_COUNTS=str(place / 'towers'), **variables)
-        status = server.run(swift_run.command(*command), variables, place / 'log', timeout=300)
+        status = (patched if door == 'patched' else server).run(swift_run.command(*command), variables, place / 'log', timeout=300)
         return conftest.Job(status, (place / 'log').read_text(encoding='utf-8'), place)
     return start
 
