@@ -103,7 +103,8 @@ def run(folder, server, patched, tmp_path_factory):
             *(['--tuner_type', 'full', *FROZEN[model]] if full else UPPER if model == 'qwen2' else []),
             *(['--teacher_model', str(folder / model), '--teacher_model_type', model] if kind == 'gkd' else []), *flags, *more]
         variables = {'SWIFT_SPEEDUP_PREFIX': 'on'} if door == 'plugin' else {}
-        command += {'command': ['--frozen_prefix', 'on'], 'patched': ['--frozen_speedup', 'true', '--frozen_prefix', 'on']}.get(door, [])
+        command += ['--frozen_prefix', 'on'] if door in ('command', 'patched') else []
+        command += ['--frozen_speedup', 'true'] if door == 'patched' else []
         variables = swift_run.environment(place / 'record.jsonl', OMP_NUM_THREADS='1', TOWER_COUNTS=str(place / 'towers'), **variables)
         status = (patched if door == 'patched' else server).run(swift_run.command(*command), variables, place / 'log', timeout=300)
         return conftest.Job(status, (place / 'log').read_text(encoding='utf-8'), place)
