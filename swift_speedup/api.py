@@ -18,6 +18,7 @@ from .segments.plan import Plan, render
 from .segments.reuse import Reuse
 from .segments.trace import Trace, Tracer
 from .stats import Stats
+from .store import Store
 from .store.choose import make_store
 
 
@@ -42,8 +43,9 @@ class MyModel(metaclass=_AttachedType):
         return attach(model, SpeedupConfig.from_named(options))
 
 
-def attach(model: nn.Module, config: SpeedupConfig, beside: Optional['Speedup'] = None) -> nn.Module:
-    """``MyModel`` with a ready config; ``beside``: the handle of another model, whose store and counters are used."""
+def attach(model: nn.Module, config: SpeedupConfig, beside: Optional['Speedup'] = None, store: Optional[Store] = None) -> nn.Module:
+    """``MyModel`` with a ready config; ``beside``: the handle of another model, whose store and counters are used; ``store``: another
+    one than the config describes."""
     if not isinstance(model, nn.Module):
         raise AttachError(f'MyModel takes a torch.nn.Module, got {type(model).__qualname__}')
     attached = root_handle(model)
@@ -56,18 +58,18 @@ def attach(model: nn.Module, config: SpeedupConfig, beside: Optional['Speedup'] 
         raise AttachError(f'{inside or "this module"} already belongs to another attachment; call remove() on that one first')
     if not swappable(model):
         raise AttachError(f'{type(model).__qualname__} is a traced or scripted module; attach before tracing')
-    Speedup(model, config, beside)
+    Speedup(model, config, beside, store)
     return model
 
 
 class Speedup:
     """The handle of one attachment, ``model.speedup``."""
 
-    def __init__(self, model: nn.Module, config: SpeedupConfig, beside: Optional['Speedup'] = None):
+    def __init__(self, model: nn.Module, config: SpeedupConfig, beside: Optional['Speedup'] = None, store: Optional[Store] = None):
         self.config = config
         self.stats = Stats() if beside is None else beside.stats
         self._owns_store = beside is None
-        self.store = make_store(config) if beside is None else beside.store
+        self.store = beside.store if beside is not None else make_store(config) if store is None else store
         self.stats.stored_samples, self.stats.stored_bytes = len(self.store), self.store.nbytes
         names = {module: path for path, module in model.named_modules()}
         self._tracer = Tracer(names, self._on_trace)

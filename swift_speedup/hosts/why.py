@@ -51,7 +51,7 @@ def _ask(trainer: Any, folder: Path) -> list[dict[str, Any]]:
     store = DiskStore(folder, writable=False)
     recorder = Recorder(store)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    attach(model, SpeedupConfig(prefix='off'), recorder)
+    attach(model, SpeedupConfig(prefix='off'), store=recorder)
     model.train()
     (batch,) = list(trainer.get_train_dataloader())
     with torch.no_grad(), trainer.compute_loss_context_manager():
