@@ -13,7 +13,7 @@ _CACHES = ('past_key_values', 'past_key_value', 'layer_past')
 _HINTS = ('max_seqlen', 'max_length_q', 'max_length_k', 'max_seqlen_q', 'max_seqlen_k')
 # Models hand all their keyword arguments to their towers; one whose signature does not have these has no use for them.
 _OF_THE_TEXT = ('mm_token_type_ids', 'token_type_ids')
-# Where in a key-value cache the tokens go, counted from the batch's left edge: before transformers 5, layers get it without a cache too.
+# Where in a key-value cache the tokens go, counted from the batch's left edge: before transformers 5 layers get it without a cache too.
 _OF_A_CACHE = ('cache_position',)
 
 
