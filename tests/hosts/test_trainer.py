@@ -13,6 +13,15 @@ from swift_speedup import MyModel, SpeedupCallback
 TEXTS = [f'number {number} is {number}' for number in range(8)]
 
 
+@pytest.fixture(autouse=True)
+def callbacks_of_transformers(monkeypatch):
+    """ms-swift, if another test has imported it into this process, puts callbacks of its own into every Trainer."""
+    from transformers import ProgressCallback, trainer, trainer_callback
+    monkeypatch.setattr(trainer, 'DEFAULT_CALLBACKS', [trainer_callback.DefaultFlowCallback])
+    monkeypatch.setattr(trainer, 'DEFAULT_PROGRESS_CALLBACK', ProgressCallback)
+    monkeypatch.setattr(trainer, 'PrinterCallback', trainer_callback.PrinterCallback)
+
+
 def frozen_below(vocabulary=600):
     model = models.build('llama', vocabulary=vocabulary)
     for part in (model.model.embed_tokens, model.lm_head, *model.model.layers[:3]):
