@@ -7,14 +7,24 @@ from typing import Any
 
 from .api import MyModel, Speedup
 from .config import SpeedupConfig
-from .errors import AttachError, AuditError, ConfigError, FrontierError, HostError, PatchError, ShapeError, SpeedupError
+from .errors import (
+    AttachError,
+    AuditError,
+    ConfigError,
+    FrontierError,
+    HostError,
+    PatchError,
+    RanksError,
+    ShapeError,
+    SpeedupError,
+)
 from .segments.plan import Plan, SegmentPlan
 from .stats import Stats
 
 __version__ = '0.1.0'
 __all__ = [
-    'AttachError', 'AuditError', 'ConfigError', 'FrontierError', 'HostError', 'MyModel', 'PatchError', 'Plan', 'SegmentPlan',
-    'ShapeError', 'Speedup', 'SpeedupCallback', 'SpeedupConfig', 'SpeedupError', 'Stats', '__version__',
+    'AttachError', 'AuditError', 'ConfigError', 'FrontierError', 'HostError', 'MyModel', 'PatchError', 'Plan', 'RanksError',
+    'SegmentPlan', 'ShapeError', 'Speedup', 'SpeedupCallback', 'SpeedupConfig', 'SpeedupError', 'Stats', '__version__',
 ]
 
 

@@ -13,6 +13,7 @@ from .errors import ConfigError
 
 FLAG_PREFIX = 'frozen_'
 ENV_PREFIX = 'SWIFT_SPEEDUP_'
+_OF_OTHERS = ('SWIFT_SPEEDUP_CHECK_RANKS',)  # for finding faults: no option
 _TRUE, _FALSE = ('true', '1', 'yes', 'on'), ('false', '0', 'no', 'off')
 _UNSET = ('', 'none', 'null')
 
@@ -123,7 +124,8 @@ class SpeedupConfig:
     def from_env(cls, environ: Optional[Mapping[str, str]] = None) -> 'SpeedupConfig':
         """Read ``SWIFT_SPEEDUP_<FIELD>`` variables; an unknown name with that prefix is an error, not a silent no-op."""
         environ = os.environ if environ is None else environ
-        named = {name[len(ENV_PREFIX):].lower(): value for name, value in environ.items() if name.startswith(ENV_PREFIX)}
+        named = {name[len(ENV_PREFIX):].lower(): value for name, value in environ.items()
+                 if name.startswith(ENV_PREFIX) and name not in _OF_OTHERS}
         return cls.from_named(named, env_name)
 
 

@@ -21,6 +21,10 @@ class AuditError(SpeedupError, RuntimeError):
     """A stored output is not what the module computes: training on would be silently wrong."""
 
 
+class RanksError(SpeedupError, RuntimeError):
+    """Ranks would not run the same sharded modules; going on would hang. Raised only when ranks are checked."""
+
+
 class ShapeError(SpeedupError, RuntimeError):
     """An output does not have the shape that batches seen before let expect: the model may have acted on the wrong one."""
 

@@ -92,6 +92,7 @@ FAMILIES = {
         'tiny': Size(_text(6, 32, 4, 2, 64)),
         'small': Size(_text(12, 512, 8, 8, 1376)),
     }, tower=None, layers='model.layers', vocabulary=4096),  # head : layer as in a 7B model
+    'qwen2': Family('Qwen2Config', 'Qwen2ForCausalLM', {'tiny': Size(_text(4, 32, 4, 2, 64))}, tower=None, layers='model.layers'),
     'qwen3_vl': Family('Qwen3VLConfig', 'Qwen3VLForConditionalGeneration', {
         'tiny': Size(_text(3, 32, 4, 2, 64, head_dim=8) | _mrope(2, 1, 1, mrope_interleaved=True), dict(
             depth=3, hidden_size=32, out_hidden_size=32, num_heads=2, intermediate_size=64, num_position_embeddings=64,

@@ -1,11 +1,12 @@
 """Fingerprint: the digest of a segment's weights, buffers, settings and library versions, watched for change (Rule 6)."""
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Optional
 
 import torch
 
+from ..ranks import Together, is_sharded, local_part, whole
 from ..trees import version
-from .key import Digest
+from .key import Digest, content
 
 BETWEEN = '\n\n'  # in the text of the settings: after what does not depend on the segment's modules
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
@@ -33,11 +34,16 @@ class Fingerprint:
     def about(self) -> dict[str, Any]:
         """For people who ask why an entry is not found: digests of weights and modules, and the rest of the settings as text."""
         general, _, modules = self._settings().partition(BETWEEN)
-        return {'weights': self._weights().hex(), 'modules': Digest().add('modules', modules).value().hex(),
+        return {'weights': self._last().hex(), 'modules': Digest().add('modules', modules).value().hex(),
                 'settings': general.splitlines()}
 
+    def _last(self) -> bytes:
+        return self._weights()
+
     def _weights(self) -> bytes:
-        tensors = self._tensors()
+        return self._watched(self._tensors())
+
+    def _watched(self, tensors: NamedTensors) -> bytes:
         if all(tensor.device.type == 'cpu' for _, tensor in tensors):
             return _content(tensors)
         stamp = tuple((name, id(tensor), tensor.data_ptr(), version(tensor)) for name, tensor in tensors)
@@ -48,10 +54,62 @@ class Fingerprint:
         return self._weights_digest
 
 
+class Stale(Exception):
+    """Weights are not known, or have changed on this rank: all ranks must :meth:`SharedFingerprint.refresh`."""
+
+
+class SharedFingerprint(Fingerprint):
+    """Of weights that ranks hold in parts: the same on every rank, for every number of ranks, and as where they are whole.
+
+    Each rank watches what it holds. Parameters are gathered one at a time, and each is hashed by one rank.
+    """
+
+    def __init__(self, settings: Callable[[], str], tensors: Callable[[], NamedTensors], together: Together):
+        super().__init__(settings, tensors)
+        self._together = together
+        self._seen: dict[tuple, bytes] = {}  # which tensors are sharded at the moment -> what this rank holds of all
+        self._known: Optional[bytes] = None
+
+    def _weights(self) -> bytes:
+        tensors = self._tensors()
+        if self._known is None or self._seen.get(_sharded(tensors)) != self._held(tensors):
+            raise Stale
+        return self._known
+
+    def _last(self) -> bytes:
+        return self._known or b''
+
+    def refresh(self) -> None:
+        """A collective. Other forms of the same weights (FSDP unshards some of them in a forward) are looked at when they come."""
+        tensors, together = self._tensors(), self._together
+        own = {}
+        for number, (name, tensor) in enumerate(tensors):
+            full = whole(tensor) if is_sharded(tensor) else tensor  # by all ranks
+            if number % together.size == together.rank:
+                own[name] = content(full.detach())
+        digests = dict(together.all_of(list(own.items())))
+        known = _combined((name, digests[name]) for name, _ in tensors)
+        if known != self._known:
+            self._seen = {}
+        self._known = known
+        self._seen[_sharded(tensors)] = self._held(tensors)
+
+    def _held(self, tensors: NamedTensors) -> bytes:
+        return self._watched([(name, local_part(tensor)) for name, tensor in tensors])
+
+
+def _sharded(tensors: NamedTensors) -> tuple[bool, ...]:
+    return tuple(is_sharded(tensor) for _, tensor in tensors)
+
+
 def _content(tensors: NamedTensors) -> bytes:
+    return _combined((name, content(tensor)) for name, tensor in tensors)
+
+
+def _combined(digests: Iterable[tuple[str, bytes]]) -> bytes:
     digest = Digest()
-    for name, tensor in tensors:
-        digest.add_tensor(name, tensor)
+    for name, value in digests:
+        digest.add(name, value)
     return digest.value()
 
 

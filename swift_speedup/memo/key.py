@@ -3,10 +3,11 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+import numpy
 import torch
 import xxhash
 
-FORMAT_VERSION = 2  # raise it when the meaning of a key or an entry changes
+FORMAT_VERSION = 3  # raise it when the meaning of a key or an entry changes
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
 
 
@@ -40,7 +41,7 @@ def _raw(tensor: torch.Tensor) -> Any:
     if tensor.layout is not torch.strided:
         raise NotKeyable(f'a tensor of layout {tensor.layout}')
     flat = tensor.detach().resolve_conj().resolve_neg().to('cpu').contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy()
+    return numpy.from_dlpack(flat.view(torch.uint8))  # after Tensor.numpy() nobody can resize the storage any more, as FSDP does
 
 
 def plain(value: Any) -> str:

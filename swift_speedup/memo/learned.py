@@ -72,6 +72,8 @@ class Learned:
                     spreads = self._verified.setdefault(value.trail, [])
                     spreads += note[0]
                     self.set_rate(value, note[1])
+                    for call in value.call.calls():  # who wrote the note has shown this too, perhaps after it was asked for here
+                        call.step.purity.confirm(call.mode)
         return any(low <= smallest and largest <= high for low, high in spreads or ())
 
     def set_verified(self, value: Value) -> None:

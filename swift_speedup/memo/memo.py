@@ -184,13 +184,18 @@ class Memo:
         except (NotSplittable, UnknownStructure) as reason:
             self._refuse(call, str(reason))
             return output
-        grown = sum(leaf.nbytes for leaf in leaves)
-        if call.root is not call and grown > _GROWTH * call.input_bytes():
-            self._refuse(call, f'its outputs, {grown} bytes, are more than {_GROWTH} times as large as its inputs, which are kept')
+        grown = self._grown(call, leaves)
+        if grown is not None:
+            self._refuse(call, grown)
             return output
         call.outputs = leaves
         self._learned.set_outputs(call, call.shape_marks(), structure, specs)
         return self._answer(call, structure, specs)
+
+    def _grown(self, call: Call, leaves: Sequence[torch.Tensor]) -> Optional[str]:
+        size = sum(leaf.nbytes for leaf in leaves)
+        return (f'its outputs, {size} bytes, are more than {_GROWTH} times as large as its inputs, which are kept'
+                if call.root is not call and size > _GROWTH * call.input_bytes() else None)
 
     def _settle(self, value: Value) -> torch.Tensor:
         """The real tensor behind ``value``."""
@@ -262,6 +267,10 @@ class Memo:
         if missing:
             parts.update(value.parts(missing))
             self._keep(value, {index: parts[index] for index in missing})
+        return self._join(value, parts, source)
+
+    def _join(self, value: Value, parts: Mapping[int, torch.Tensor], source: Mapping[int, int]) -> torch.Tensor:
+        """One tensor of what was found and what was computed; ``source``: which sample stands for one that was not found."""
         device = value.device
         ordered = [parts[source.get(index, index)].to(device, non_blocking=True) for index in range(len(value.layout))]
         real = value.layout.join(value.spec, ordered, value.empty())

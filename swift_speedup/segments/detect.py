@@ -7,6 +7,7 @@ from typing import Optional
 from torch import nn
 
 from ..graph.swap import is_traced, original_class, swappable
+from ..ranks import full_shape
 from .entries import GRID_NAMES
 from .structure import (
     find_encoders,
@@ -128,7 +129,7 @@ def _multiplies(module: nn.Module) -> bool:
     """Whether there is work to save: embeddings are lookups, norms cost next to nothing, of a bare layer autograd keeps nothing."""
     weights = (parameter for part in module.modules() if not isinstance(part, nn.Embedding)
                for parameter in part.parameters(recurse=False))
-    return next(module.children(), None) is not None and any(weight.dim() > 1 for weight in weights)
+    return next(module.children(), None) is not None and any(len(full_shape(weight)) > 1 for weight in weights)
 
 
 def _segment(kind: str, path: str, group: list[Unit]) -> Segment:

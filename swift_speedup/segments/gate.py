@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from ..ranks import is_sharded
 from ..trees import version
 from . import state
 from .adapters import idle_parts
@@ -22,8 +23,9 @@ class Gate:
     need not be shown here.
     """
 
-    def __init__(self, path: str, module: nn.Module, twin: Optional['Gate'] = None):
+    def __init__(self, path: str, module: nn.Module, twin: Optional['Gate'] = None, sharded: bool = False):
         self._twin = twin
+        self._sharded = sharded  # weights may be held in parts by several ranks
         self._path = path
         self._module = module
         self._verified: set[bytes] = set()
@@ -37,7 +39,7 @@ class Gate:
             return self._forbidden[mode]
         if self.verified(mode) or mode != state.mode(self._module):  # the latter: asked later, when the module is in another mode
             return None
-        return static_refusal(self._path, self._module)
+        return static_refusal(self._path, self._module, self._sharded)
 
     def verified(self, mode: bytes) -> bool:
         return mode in self._verified or (self._twin is not None and self._twin.verified(mode))
@@ -114,14 +116,16 @@ def watching(module: nn.Module) -> Iterator[list[str]]:
         seen.append(f'it writes its buffers ({", ".join(written[:3])})')
 
 
-def static_refusal(path: str, module: nn.Module) -> Optional[str]:
-    """What reading ``module`` says against reuse in its current mode."""
-    return _weights_elsewhere(path, module) or active_randomness(path, module)
+def static_refusal(path: str, module: nn.Module, sharded: bool = False) -> Optional[str]:
+    """What reading ``module`` says against reuse in its current mode. ``sharded``: weights may be held in parts by several ranks."""
+    return _weights_elsewhere(path, module, sharded) or active_randomness(path, module)
 
 
-def _weights_elsewhere(path: str, module: nn.Module) -> Optional[str]:
+def _weights_elsewhere(path: str, module: nn.Module, sharded: bool) -> Optional[str]:
     for name, tensor in state.tensors(module):
         place = f'{path}.{name}'
+        if sharded and is_sharded(tensor):
+            continue
         if tensor.is_meta:
             return f'{place} is on the meta device, so weights cannot be fingerprinted'
         if hasattr(tensor, 'ds_id'):

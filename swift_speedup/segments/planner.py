@@ -6,6 +6,7 @@ from torch import nn
 
 from ..graph.frontier import is_frozen
 from ..graph.swap import original_class
+from ..ranks import full_shape
 from .detect import Segment, expected_towers, segments_of
 from .plan import Plan, SegmentPlan
 from .remarks import freezing_remarks
@@ -80,7 +81,7 @@ def _tower_row(tower: nn.Module, path: str, trace: Optional[Trace], passed: Sequ
 
 def _plan_row(segment: Segment, frozen: bool, skipped: bool, reason: Optional[str]) -> SegmentPlan:
     classes = dict.fromkeys(original_class(module).__qualname__ for module in segment.modules)
-    tensors = {id(parameter): parameter.numel() for module in segment.modules for parameter in module.parameters()}
+    tensors = {id(parameter): full_shape(parameter).numel() for module in segment.modules for parameter in module.parameters()}
     return SegmentPlan(segment.kind, segment.path, segment.paths, ', '.join(classes), sum(tensors.values()), frozen, skipped,
                        frozen and reason is None, reason)
 

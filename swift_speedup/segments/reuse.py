@@ -9,11 +9,13 @@ from torch import nn
 from ..config import SpeedupConfig
 from ..graph.swap import CALL
 from ..memo import split
+from ..memo.agreed import AgreedMemo
 from ..memo.chain import Step
 from ..memo.cost import Cost
 from ..memo.deferred import Deferred
-from ..memo.fingerprint import Fingerprint
+from ..memo.fingerprint import Fingerprint, SharedFingerprint
 from ..memo.memo import Memo
+from ..ranks import Together, brought_together, is_fsdp1, is_sharded, several, units_around
 from ..stats import Stats
 from ..store import Store
 from . import capture, state
@@ -34,8 +36,13 @@ class Reuse:
         self._kinds = {module: kind for module, kind in kinds.items() if kind == 'media' or (
             config.cache != 'off' and (kind != 'tokens' or config.prefix != 'off'))}
         self._prefix = {module for module, kind in kinds.items() if kind == 'tokens'}
+        self._off: Optional[str] = None  # why nothing can be reused
         self._active = config.cache != 'off' or config.dedup
-        self._memo = Memo(store, stats, config.dedup, config.audit, beside=twin is not None)
+        self._memo_options = store, stats, config.dedup, config.audit
+        self._memo = Memo(*self._memo_options, beside=twin is not None)
+        self._together: Optional[Together] = None  # the ranks that hold the weights in parts
+        self._prepared = False  # a call has come: the model is as it will be trained
+        self._units: Mapping[nn.Module, nn.Module] = {}  # see ``units_around``
         self._steps: dict[tuple[nn.Module, str], Step] = {}
         self._packing: dict[str, Sequence[int]] = {}  # path of a tower -> rows of each image in its present call
 
@@ -46,6 +53,8 @@ class Reuse:
         if module not in self._kinds and not following:
             return run(args, kwargs)
         with self._mode_of(module):
+            if not self._prepared:
+                self._prepare()
             if not self._active:
                 return run(args, kwargs)
             step = self._step(module, entry)
@@ -55,23 +64,34 @@ class Reuse:
             if step.cost is not None and not following and not step.cost.worth_it():
                 step.refused = step.cost.reason
                 return run(args, kwargs)
-            now = _Now(run, partial(self._mode_of, module))
+            now = _Now(run, partial(self._mode_of, module), self._units.get(module))
             output = self._memo.evaluate(step, now.run, args, kwargs, step.purity.canonical(state.mode(module)))
             now.over = True
             if not now.ran:
                 capture.tell(module, args, output)
             return output
 
+    def _prepare(self) -> None:
+        """At the first call, on all ranks: before it, parallel wrappers may not be there yet."""
+        self._prepared = True
+        root = next(iter(self._names))
+        if is_fsdp1(root):
+            self._active, self._off = False, 'the first version of FSDP does not tell where weights are whole; use its second (fsdp2)'
+        if several() and any(is_sharded(parameter) for module in self._names for parameter in module.parameters(recurse=False)):
+            self._together = Together() if self._twin is None or self._twin._together is None else self._twin._together
+            self._memo = AgreedMemo(*self._memo_options, beside=self._twin is not None, together=self._together)
+            self._units = units_around(root)
+
     def refusal(self, module: nn.Module, path: str) -> Optional[str]:
         """Why the outputs of a frozen module are not reused now; ``None``: they are."""
-        if self._config.cache == 'off':
-            return 'cache=off'
+        if self._config.cache == 'off' or self._off:
+            return self._off or 'cache=off'
         with self._mode_of(module):
             steps = [step for (other, _), step in self._steps.items() if other is module]
             if not steps:
                 if self._config.prefix == 'off' and module in self._prefix:
                     return 'prefix=off'
-                return static_refusal(path, module) or (None if module in self._kinds else NO_MEMO)
+                return static_refusal(path, module, several()) or (None if module in self._kinds else NO_MEMO)
             mode = state.mode(module)
             reason = next((reason for step in steps for reason in (step.purity.refusal(mode), step.refused) if reason), None)
             inside = {other for (other, _), step in self._steps.items()
@@ -104,9 +124,10 @@ class Reuse:
         if step is None:
             path = self._names[module] or '(root)'
             name, method = (path, 'forward') if entry == CALL else (f'{path}.{entry}', entry)
-            gate = Gate(path, module, self._twin and self._twin.gate_like(module, path, entry))
+            gate = Gate(path, module, self._twin and self._twin.gate_like(module, path, entry), self._together is not None)
+            shared = partial(SharedFingerprint, together=self._together) if self._together else Fingerprint
             step = self._steps[module, entry] = Step(
-                name, method_signature(module, method), Fingerprint(lambda: state.settings(module), lambda: state.tensors(module)),
+                name, method_signature(module, method), shared(lambda: state.settings(module), lambda: state.tensors(module)),
                 gate, self._kinds.get(module, 'follower'), _causal(module), partial(self._rows_of_images, path), self._cost(module))
         return step
 
@@ -119,7 +140,8 @@ class Reuse:
 
     def _cost(self, module: nn.Module) -> Optional[Cost]:
         kind = self._kinds.get(module)
-        return None if kind is None or (kind == 'tokens' and self._config.prefix == 'on') else Cost()
+        # Clocks of several ranks do not agree.
+        return None if kind is None or self._together is not None or (kind == 'tokens' and self._config.prefix == 'on') else Cost()
 
     def epoch_ended(self, first: bool) -> None:
         """Told by the trainer; ``first``: nothing can have come back yet."""
@@ -143,17 +165,18 @@ class Reuse:
 class _Now:
     """The real call of a module: as part of the model's forward, or later, when its output is needed."""
 
-    def __init__(self, run: Callable, mode: Callable[[], AbstractContextManager[None]]):
+    def __init__(self, run: Callable, mode: Callable[[], AbstractContextManager[None]], unit: Optional[nn.Module]):
         self.ran = False
         self.over = False  # the model's forward has gone on
         self._run = run
         self._mode = mode
+        self._unit = unit
 
     def run(self, args: tuple, kwargs: dict) -> Any:
         if not self.over:
             self.ran = True
             return self._run(args, kwargs)
-        with self._mode(), capture.suspended():
+        with self._mode(), capture.suspended(), brought_together(self._unit):
             return self._run(args, kwargs)
 
 

@@ -15,9 +15,13 @@ from .adapters import idle_parts
 from .code import code_digest, function_digest
 
 _HARMLESS_HOOKS = ('make_inputs_require_grads', capture.HOOK)
+_OF_RANKS = ('torch.distributed.', 'deepspeed.', 'accelerate.')  # hooks that bring weights together
 _NOT_NUMERIC = ('training', 'gradient_checkpointing', '_gradient_checkpointing_func', 'supports_gradient_checkpointing',
                 'get_input_embeddings', '_name_or_path', 'name_or_path', 'problem_type', 'use_cache',
                 '_output_capturing_hooks_installed')
+# Marks and counters that FSDP and DeepSpeed keep on modules.
+_OF_ENGINES = ('_is_fsdp_', '_fsdp_', 'ds_', 'applied_pre_backward_ref_cnt', '_external_params', 'pre_bwd_fn', 'post_bwd_fn', 'backward_counter')
+_WRAPPED = '_checkpoint_wrapped_module.'
 _WRITTEN_BY_SAVING = ('architectures', 'transformers_version', 'auto_map', '_commit_hash')  # and dtype, as text then
 _OWN = frozenset(nn.Module().__dict__)  # what every module has; hooks are looked at apart from the others
 
@@ -25,12 +29,22 @@ _OWN = frozenset(nn.Module().__dict__)  # what every module has; hooks are looke
 def tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Parameters and all buffers, in registration order, but for those of adapters that are switched off."""
     idle = {id(tensor) for part in idle_parts(module) for tensor in part.parameters(recurse=False)}
-    return [(name, tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers()) if id(tensor) not in idle]
+    return [(_unwrapped(name), tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())
+            if id(tensor) not in idle]
+
+
+def _unwrapped(path: str) -> str:
+    return f'{path}.'.replace(_WRAPPED, '')[:-1]
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Paths and modules, without those that torch puts around a module to checkpoint it."""
+    return ((_unwrapped(path), part) for path, part in module.named_modules() if not hasattr(part, _WRAPPED[:-1]))
 
 
 def mode(module: nn.Module) -> bytes:
     """Which of the modules inside train and which are in eval mode."""
-    return Digest().add('training', bytes(part.training for part in module.modules())).value()
+    return Digest().add('training', bytes(part.training for _, part in _parts(module))).value()
 
 
 @contextmanager
@@ -48,7 +62,7 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
 
 def settings(module: nn.Module) -> str:
     """Numerics switches and library versions; then classes, their code, plain attributes, configuration and hooks of every module."""
-    modules = [f'{path}: {_describe(part)}' for path, part in module.named_modules()]
+    modules = [f'{path}: {_describe(part)}' for path, part in _parts(module)]
     return '\n'.join(numerics(next(module.parameters(), None))) + BETWEEN + '\n'.join(modules)
 
 
@@ -68,7 +82,7 @@ def numerics(tensor: Optional[torch.Tensor]) -> list[str]:
 
 
 def _describe(module: nn.Module) -> str:
-    cls = original_class(module)
+    cls = unsharded_class(original_class(module))
     parts = [f'{cls.__module__}.{cls.__qualname__}', code_digest(cls)]
     for name, value in module.__dict__.items():
         if name == 'config':
@@ -77,10 +91,16 @@ def _describe(module: nn.Module) -> str:
             # A set: ms-swift adds the same input-grad hook again at each switch of checkpointing, and no value depends on it.
             # transformers adds hooks that collect outputs when they are first asked for.
             names = {(_callable_name(hook), function_digest(hook)) for hook in value.values()}
-            parts += sorted(f'{name} {digest}' for name, digest in names if not name.endswith(_HARMLESS_HOOKS))
-        elif name not in _OWN and name not in _NOT_NUMERIC:  # private ones too: which adapter is active is one
+            parts += sorted(f'{name} {digest}' for name, digest in names
+                            if not name.endswith(_HARMLESS_HOOKS) and not name.startswith(_OF_RANKS))
+        elif name not in _OWN and name not in _NOT_NUMERIC and not name.startswith(_OF_ENGINES):  # private ones too: which adapter is active is one
             parts += _attribute(module, name, value)
     return ' '.join(parts)
+
+
+def unsharded_class(cls: type) -> type:
+    """``fully_shard`` derives a class of its own from that of a module."""
+    return cls.__bases__[1] if len(cls.__bases__) > 1 and cls.__bases__[0].__name__ == 'FSDPModule' else cls
 
 
 def _attribute(module: nn.Module, name: str, value: Any) -> list[str]:

@@ -7,8 +7,6 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
-import transformers
 from hosts import conftest
 from hosts.test_patching import copied
 from safetensors.torch import load_file
@@ -52,11 +50,7 @@ def folder(inputs, tmp_path_factory):
     """Checkpoints and datasets."""
     place = tmp_path_factory.mktemp('trainings')
     shutil.copytree(inputs / 'model', place / 'qwen2_vl')
-    torch.manual_seed(0)
-    text = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**models._TEXT, **models._text(4, 32, 4, 2, 64)))
-    text.generation_config = transformers.GenerationConfig(bos_token_id=151643, eos_token_id=151645, pad_token_id=151643)
-    text.save_pretrained(place / 'qwen2')
-    models.make_tokenizer(photos.texts()).save_pretrained(place / 'qwen2')
+    models.save(models.build('qwen2'), 'qwen2', place / 'qwen2', photos.texts())
     pictures = sorted(path for path in (inputs / 'images').glob('*.png') if path.name != 'copy.png')
     for kind in {kind for kind, *_ in (TRAININGS | MORE).values()}:
         for model in MODELS:
