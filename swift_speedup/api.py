@@ -118,6 +118,11 @@ class Speedup:
         """Outermost calls that came through; 0 after a step means that the model is compiled or was called in another way."""
         return self._frontier.forwards
 
+    @property
+    def decides_with_others(self) -> bool:
+        """Whether ranks hold frozen weights in parts, so that all of them must run the same modules (Rule 8)."""
+        return self._reuse.decides_with_others
+
     def report(self) -> str:
         """Plan and counters as a table; printed as well as returned."""
         text = render(self.plan, self.stats)

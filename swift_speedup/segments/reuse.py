@@ -82,6 +82,10 @@ class Reuse:
             self._memo = AgreedMemo(*self._memo_options, beside=self._twin is not None, together=self._together)
             self._units = units_around(root)
 
+    @property
+    def decides_with_others(self) -> bool:
+        return self._together is not None
+
     def refusal(self, module: nn.Module, path: str) -> Optional[str]:
         """Why the outputs of a frozen module are not reused now; ``None``: they are."""
         if self._config.cache == 'off' or self._off:

@@ -20,7 +20,7 @@ _NOT_NUMERIC = ('training', 'gradient_checkpointing', '_gradient_checkpointing_f
                 'get_input_embeddings', '_name_or_path', 'name_or_path', 'problem_type', 'use_cache',
                 '_output_capturing_hooks_installed')
 # Marks and counters that FSDP and DeepSpeed keep on modules.
-_OF_ENGINES = ('_is_fsdp_', '_fsdp_', 'ds_', 'applied_pre_backward_ref_cnt', '_external_params', 'pre_bwd_fn', 'post_bwd_fn', 'backward_counter')
+_OF_ENGINES = ('_is_fsdp_', '_fsdp_', 'ds_', 'applied_pre_backward_ref_cnt', '_external_params', 'pre_bwd_fn', 'post_bwd_fn')
 _WRAPPED = '_checkpoint_wrapped_module.'
 _WRITTEN_BY_SAVING = ('architectures', 'transformers_version', 'auto_map', '_commit_hash')  # and dtype, as text then
 _OWN = frozenset(nn.Module().__dict__)  # what every module has; hooks are looked at apart from the others
@@ -93,7 +93,8 @@ def _describe(module: nn.Module) -> str:
             names = {(_callable_name(hook), function_digest(hook)) for hook in value.values()}
             parts += sorted(f'{name} {digest}' for name, digest in names
                             if not name.endswith(_HARMLESS_HOOKS) and not name.startswith(_OF_RANKS))
-        elif name not in _OWN and name not in _NOT_NUMERIC and not name.startswith(_OF_ENGINES):  # private ones too: which adapter is active is one
+        elif name not in _OWN and name not in _NOT_NUMERIC and not name.startswith(_OF_ENGINES):
+            # Private ones too: which adapter is active is one.
             parts += _attribute(module, name, value)
     return ' '.join(parts)
 

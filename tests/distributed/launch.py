@@ -1,5 +1,6 @@
 """Several ranks of one training: each is a fork of the preloaded server with torchrun's variables."""
 import dataclasses
+import importlib.util
 import json
 import socket
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from toys import swift_run
 
-RANK = Path(__file__).with_name('rank.py')
+PLUGIN = Path(__file__).with_name('ranks_plugin.py')
 ENGINES = {
     'ddp': [],
     'zero1': ['--deepspeed', 'zero1'],
@@ -64,21 +65,39 @@ class Ranks:
         return found
 
 
+def command_of(door: str, flags: Sequence[str]) -> list[str]:
+    """What torchrun starts for ``swift sft`` (``stock``), ``swift-speedup sft`` (``speedup``) and ``swift-speedup precompute sft``."""
+    if door == 'stock':
+        return [importlib.util.find_spec('swift.cli.sft').origin, *flags]
+    name = 'swift_speedup_sft' if door == 'speedup' else 'swift_speedup_precompute'
+    file = importlib.util.find_spec(f'swift_speedup.cli.run.{name}').origin
+    return [file, *(['--precompute_command', 'sft'] if door == 'precompute' else []), *flags]
+
+
 def run(server, folder: Path, door: str, flags: Sequence[str], ranks: int = 2, timeout: float = 120, per_rank: Sequence[dict] = (),
         **variables: str) -> Ranks:
-    """``door``: stock, speedup or precompute; ``per_rank``: more variables of each."""
+    """``per_rank``: more variables of each."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         port = free.getsockname()[1]
     shared = swift_run.environment(
         folder / 'record', OMP_NUM_THREADS='1', RANK_FACTS=str(folder / 'facts'), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), NPROC_PER_NODE=str(ranks), DS_ACCELERATOR='cpu', **variables)
+        MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), DS_ACCELERATOR='cpu', **variables)
+    command = command_of(door, complete(flags, folder))
 
     def start(rank: int) -> int:
         own = shared | {'RANK': str(rank), 'LOCAL_RANK': str(rank)} | (dict(per_rank[rank]) if per_rank else {})
-        command = [str(RANK), door, *swift_run.CPU_FLAGS, '--external_plugins', str(swift_run.RECORDER),
-                   '--output_dir', str(folder / 'out'), *flags]
         return server.run(command, own, folder / f'log.{rank}', timeout)
     with ThreadPoolExecutor(ranks) as pool:
         return Ranks(folder, list(pool.map(start, range(ranks))))
+
+
+def complete(flags: Sequence[str], folder: Path) -> list[str]:
+    """With what all runs have. More plugins come after ``--external_plugins`` at the end of ``flags``."""
+    flags, more = list(flags), []
+    if '--external_plugins' in flags:
+        place = flags.index('--external_plugins')
+        flags, more = flags[:place], flags[place + 1:]
+    return [*swift_run.CPU_FLAGS, '--output_dir', str(folder / 'out'), *flags,
+            '--external_plugins', str(PLUGIN), str(swift_run.RECORDER), *more]
