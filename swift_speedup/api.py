@@ -152,12 +152,20 @@ class Speedup:
 
     def remove(self) -> nn.Module:
         """Give every module its own class back and return the model. Cached outputs are forgotten, but those in ``cache_dir`` stay.
-        Calling it again changes nothing."""
+        Calling it again changes nothing.
+
+        Raises ``AttachError`` where another tool has derived classes of its own since, as ``fully_shard`` does; see :meth:`close`.
+        """
         self._swap.undo()
+        self.close()
+        return self._swap.root
+
+    def close(self) -> None:
+        """Write what waits to be written, and reuse nothing any more; frozen parts stay out of the graph."""
+        self._reuse.stop('closed')
         if self._owns_store:
             self.store.close()
         self.stats.stored_samples = self.stats.stored_bytes = 0
-        return self._swap.root
 
     def _on_trace(self, trace: Trace) -> None:
         for warning in planner.unentered_towers(self._swap.root, trace):

@@ -47,12 +47,12 @@ class ClassSwap:
 
     def undo(self) -> None:
         """Give every swapped module below the root its own class back, modules that moved there since included."""
-        for module in self.root.modules():
-            if _swap_of(module) is not self:
-                continue
+        swapped = [module for module in self.root.modules() if _swap_of(module) is self]
+        for module in swapped:
             if _MARK not in type(module).__dict__:
                 raise AttachError(f'{type(module).__qualname__} was derived from the attached class by another tool, such as '
                                   'fully_shard; remove() must come before that')
+        for module in swapped:
             module.__class__ = original_class(module)
 
     def _subclass(self, original: type) -> type:

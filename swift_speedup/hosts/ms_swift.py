@@ -16,10 +16,10 @@ from torch import nn
 
 from ..api import Speedup
 from ..config import FLAG_PREFIX, SpeedupConfig, flag_name, option_fields
-from ..errors import AttachError, HostError
+from ..errors import HostError
 from ..graph.swap import is_swapped
 from ..log import logger
-from .trainer import SummaryCallback, attach_together, follow
+from .trainer import SummaryCallback, attach_together, follow, take_back
 
 _HOOKED = '_swift_speedup_original'
 _COMPANIONS = ('ref_model', 'reward_model', 'reward_models', 'reward_funcs', 'value_model', 'teacher_model')
@@ -130,11 +130,7 @@ def training(trainer: Any) -> Iterator[None]:
     finally:
         if handles:
             trainer.remove_callback(SummaryCallback)
-        for handle in reversed(handles):  # the first one closes the store
-            try:
-                handle.remove()
-            except AttachError as left:  # FSDP has derived classes from ours; what was trained must not be lost for that
-                logger.info('left attached after the training: %s', left)
+        take_back(handles)
 
 
 def run_command(command: str) -> None:

@@ -23,6 +23,7 @@ from ..config import SpeedupConfig
 from ..errors import HostError
 from ..ranks import several
 from . import ms_swift
+from .trainer import take_back
 
 _LOOK_SECONDS = 0.2
 
@@ -55,7 +56,7 @@ def run_precompute(command: str, argv: list[str]) -> None:
         if filled.main:
             print('{batches} batches: {computed} samples computed, {found} were there; {lost} lost, {troubles} troubles; {room}'.format(
                 **filled.counts, room=filled.handle.room()), flush=True)
-        filled.handle.remove()
+        take_back([filled.handle])
         return
     raise HostError('the pipeline ended before a trainer was ready: nothing can be computed for these flags')
 

@@ -1,5 +1,5 @@
 """For any Hugging Face ``Trainer``: what it knows about epochs, numbers in its log, a line of them when training ends (Rule 11)."""
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
 from torch import nn
@@ -7,6 +7,7 @@ from transformers import TrainerCallback
 
 from ..api import Speedup, attach
 from ..config import SpeedupConfig
+from ..errors import AttachError
 from ..graph.swap import root_handle
 from ..log import logger
 from ..stats import Stats
@@ -92,8 +93,17 @@ class SpeedupCallback(SummaryCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_end(args, state, control, **kwargs)
-        for handle in reversed(self._attached):  # the first one closes the store
+        take_back(self._attached)
+
+
+def take_back(handles: Sequence[Speedup]) -> None:
+    """After a training, whose result must not be lost if classes cannot be given back."""
+    for handle in reversed(handles):  # the first one closes the store
+        try:
             handle.remove()
+        except AttachError as left:  # FSDP has derived classes from ours
+            handle.close()
+            logger.info('left attached after the training: %s', left)
 
 
 def attach_together(model: nn.Module, others: Iterable[nn.Module], config: SpeedupConfig) -> tuple[Speedup, ...]:

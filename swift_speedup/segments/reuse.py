@@ -76,11 +76,15 @@ class Reuse:
         self._prepared = True
         root = next(iter(self._names))
         if is_fsdp1(root):
-            self._active, self._off = False, 'the first version of FSDP does not tell where weights are whole; use its second (fsdp2)'
+            self.stop('the first version of FSDP does not tell where weights are whole; use its second (fsdp2)')
         if several() and any(is_sharded(parameter) for module in self._names for parameter in module.parameters(recurse=False)):
             self._together = Together() if self._twin is None or self._twin._together is None else self._twin._together
             self._memo = AgreedMemo(*self._memo_options, beside=self._twin is not None, together=self._together)
             self._units = units_around(root)
+
+    def stop(self, reason: str) -> None:
+        """Reuse nothing from now on."""
+        self._active, self._off = False, reason
 
     @property
     def decides_with_others(self) -> bool:
