@@ -69,6 +69,7 @@ class Speedup:
         self.config = config
         self.stats = Stats() if beside is None else beside.stats
         self._owns_store = beside is None
+        self._at_removal: list[Callable[[], None]] = []
         self.store = beside.store if beside is not None else make_store(config) if store is None else store
         self.stats.stored_samples, self.stats.stored_bytes = len(self.store), self.store.nbytes
         names = {module: path for path, module in model.named_modules()}
@@ -112,6 +113,18 @@ class Speedup:
         left_alone = [path or '(root)' for path in self._frontier.manual.active()]
         plan = planner.make_plan(self._swap.root, self._tracer.trace, refusal, left_alone)
         return dataclasses.replace(plan, remarks=(*plan.remarks, *self._reuse.remarks()))
+
+    @property
+    def root(self) -> nn.Module:
+        return self._swap.root
+
+    def reusable_modules(self) -> list[nn.Module]:
+        """The outermost frozen modules whose outputs can be looked up, as far as the module tree tells."""
+        return self._reuse.frozen_kinds()
+
+    def at_removal(self, undo: Callable[[], None]) -> None:
+        """For hosts that change the model: call ``undo()`` in :meth:`remove`."""
+        self._at_removal.append(undo)
 
     @property
     def forwards(self) -> int:
@@ -158,6 +171,8 @@ class Speedup:
         """
         self._swap.undo()
         self.close()
+        while self._at_removal:
+            self._at_removal.pop()()
         return self._swap.root
 
     def close(self) -> None:

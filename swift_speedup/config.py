@@ -94,6 +94,9 @@ class SpeedupConfig:
         'a number from 0 to 1', _share)
     dedup: bool = _option(
         True, 'Evaluate a sample that occurs several times in one batch only once.', 'true or false', _flag)
+    replicate: bool = _option(
+        False, 'Under ZeRO-3 or FSDP2, keep frozen segments that can be cached whole on every rank, so that each rank decides alone '
+        'what it computes. Costs the memory of their weights on each rank; the price is logged.', 'true or false', _flag)
     eval: bool = _option(
         False, 'Run frozen segments in eval mode, so that those with dropout, drop path or batch statistics can be cached. '
         'This changes training.', 'true or false', _flag)

@@ -19,6 +19,7 @@ from ..config import FLAG_PREFIX, SpeedupConfig, flag_name, option_fields
 from ..errors import HostError
 from ..graph.swap import is_swapped
 from ..log import logger
+from .replicating import keep_whole
 from .trainer import SummaryCallback, attach_together, follow, take_back
 
 _HOOKED = '_swift_speedup_original'
@@ -99,6 +100,9 @@ def _attach_to(trainer: Any, config: SpeedupConfig) -> tuple[Speedup, ...]:
         raise HostError('torch_compile=true compiles the calls that swift_speedup skips, so it would be without effect: '
                         'set torch_compile to false, or train without swift_speedup (frozen_speedup false, no plugin)')
     handles = attach_together(model, _companions(trainer), config)
+    if config.replicate:
+        for handle in handles:
+            keep_whole(trainer, handle)
     follow(trainer, *handles)
     return handles
 

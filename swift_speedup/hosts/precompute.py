@@ -23,6 +23,7 @@ from ..config import SpeedupConfig
 from ..errors import HostError
 from ..ranks import several
 from . import ms_swift
+from .replicating import keep_whole
 from .trainer import take_back
 
 _LOOK_SECONDS = 0.2
@@ -64,6 +65,8 @@ def run_precompute(command: str, argv: list[str]) -> None:
 def _fill(trainer: Any, config: SpeedupConfig) -> _Filled:
     model = trainer.accelerator.unwrap_model(trainer.model)
     handle = attach(model, config).speedup
+    if config.replicate:
+        keep_whole(trainer, handle)
     model = _brought_into_its_engine(trainer, model)
     loader = trainer.get_train_dataloader()
     forward = _FrozenForward(model, handle)

@@ -1,5 +1,5 @@
 """Modules and their frozen calls -> steps of the memo: which calls may be looked up, and why others may not."""
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Optional
@@ -7,12 +7,13 @@ from typing import Any, Optional
 from torch import nn
 
 from ..config import SpeedupConfig
+from ..graph.frontier import is_frozen
 from ..graph.swap import CALL
 from ..memo import split
 from ..memo.agreed import AgreedMemo
 from ..memo.chain import Step
 from ..memo.cost import Cost
-from ..memo.deferred import Deferred
+from ..memo.deferred import Deferred, settled
 from ..memo.fingerprint import Fingerprint, SharedFingerprint
 from ..memo.memo import Memo
 from ..ranks import Together, brought_together, is_fsdp1, is_sharded, several, units_around
@@ -42,6 +43,7 @@ class Reuse:
         self._memo = Memo(*self._memo_options, beside=twin is not None)
         self._together: Optional[Together] = None  # the ranks that hold the weights in parts
         self._prepared = False  # a call has come: the model is as it will be trained
+        self._sharded: Set[nn.Module] = frozenset()  # those that hold weights in parts
         self._units: Mapping[nn.Module, nn.Module] = {}  # see ``units_around``
         self._steps: dict[tuple[nn.Module, str], Step] = {}
         self._packing: dict[str, Sequence[int]] = {}  # path of a tower -> rows of each image in its present call
@@ -57,6 +59,8 @@ class Reuse:
                 self._prepare()
             if not self._active:
                 return run(args, kwargs)
+            if module in self._sharded and self._together is None:
+                return run(settled(args), settled(kwargs))  # a collective: where the other ranks run it
             step = self._step(module, entry)
             if step.kind != 'media' and capture.needs_insides(module):
                 step.refused = 'attention weights or states of layers inside it were asked for'
@@ -77,10 +81,18 @@ class Reuse:
         root = next(iter(self._names))
         if is_fsdp1(root):
             self.stop('the first version of FSDP does not tell where weights are whole; use its second (fsdp2)')
-        if several() and any(is_sharded(parameter) for module in self._names for parameter in module.parameters(recurse=False)):
+        self._sharded = {module for module in self._names if several() and any(map(is_sharded, module.parameters()))}
+        if not self._sharded.isdisjoint(self.frozen_kinds()):
             self._together = Together() if self._twin is None or self._twin._together is None else self._twin._together
             self._memo = AgreedMemo(*self._memo_options, beside=self._twin is not None, together=self._together)
             self._units = units_around(root)
+
+    def frozen_kinds(self) -> list[nn.Module]:
+        """The outermost modules that are reused and frozen now."""
+        known: dict[nn.Module, bool] = {}
+        found = [module for module in self._kinds if is_frozen(module, known)]
+        inside = {part for module in found for part in module.modules() if part is not module}
+        return [module for module in found if module not in inside]
 
     def stop(self, reason: str) -> None:
         """Reuse nothing from now on."""
