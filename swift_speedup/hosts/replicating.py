@@ -2,18 +2,22 @@
 
 Then running them is no collective, and each rank decides alone what it computes (Rule 8).
 """
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
 
 from ..api import Speedup
 from ..errors import HostError
 from ..log import logger
 from ..ranks import full_shape, is_sharded, several, whole
+from .trainer import size_text
 
 
 def keep_whole(trainer: Any, handle: Speedup) -> None:
@@ -31,12 +35,12 @@ def keep_whole(trainer: Any, handle: Speedup) -> None:
     nbytes = sum(full_shape(parameter).numel() * parameter.element_size() for parameter in parameters)
     ranks = dist.get_world_size()
     if partitioned:
-        handle.at_removal(_as_buffers(handle.root, parameters))
+        handle.at_removal(_as_buffers(handle.root, modules))
     else:
         fsdp.ignored_modules = [*_modules_of(fsdp.ignored_modules, handle.root), *modules]
         trainer.add_callback(_StayFrozen(parameters))
-    logger.info('replicate: %.3f GiB of frozen weights stay whole on each of %d ranks, %.3f GiB more per rank than in parts',
-                nbytes / 2 ** 30, ranks, nbytes * (1 - 1 / ranks) / 2 ** 30)
+    logger.info('replicate: %s of frozen weights stay whole on each of %d ranks, %s more per rank than in parts',
+                size_text(nbytes), ranks, size_text(nbytes * (1 - 1 / ranks)))
 
 
 def _modules_of(ignored: Any, root: nn.Module) -> Sequence[nn.Module]:
@@ -45,23 +49,27 @@ def _modules_of(ignored: Any, root: nn.Module) -> Sequence[nn.Module]:
     return ignored or ()
 
 
-def _as_buffers(root: nn.Module, parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
+def _as_buffers(root: nn.Module, modules: Sequence[nn.Module]) -> Callable[[], None]:
     """DeepSpeed cuts up every parameter there is, but leaves buffers alone. The function that is returned takes it back, with whole
     weights. Checkpoints hold both alike."""
-    wanted = set(parameters)
-    owners = [(module, dict(module._parameters)) for module in root.modules() if not wanted.isdisjoint(module._parameters.values())]
-    full = {parameter: whole(parameter).detach() for parameter in parameters}
+    # Sets would give each rank an order of its own.
+    full = {parameter: whole(parameter).detach() for module in modules for parameter in module.parameters()}
+    owners = [(module, dict(module._parameters)) for module in root.modules()
+              if not full.keys().isdisjoint(module._parameters.values())]
+    unseen = [_Unseen(part) for module in modules for part in module.modules()]
     for module, before in owners:
         for name, parameter in before.items():
-            if parameter in wanted:
+            if parameter in full:
                 del module._parameters[name]
                 module.register_buffer(name, full[parameter])
 
     def restore() -> None:
+        for part in unseen:
+            part.restore()
         made: dict[torch.Tensor, nn.Parameter] = {}
         for module, before in owners:
             for name, parameter in before.items():
-                if parameter in wanted:
+                if parameter in full:
                     buffer = module._buffers.pop(name)
                     made.setdefault(buffer, nn.Parameter(buffer, requires_grad=False))
                     before[name] = made[buffer]
@@ -70,6 +78,28 @@ def _as_buffers(root: nn.Module, parameters: Sequence[nn.Parameter]) -> Callable
             module._parameters.clear()
             module._parameters.update(before)
     return restore
+
+
+class _Unseen:
+    """A module that DeepSpeed need not know. What it would do around its calls, for parameters that are not there, it would do on some
+    ranks only, and these would then fetch other weights ahead than the others."""
+
+    _NAMES = 'register_forward_hook', 'register_forward_pre_hook'
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        for name in self._NAMES:
+            setattr(module, name, partial(self._register, getattr(module, name)))
+        # Models ask their towers for their dtype, which is that of a parameter.
+        module.parameters = module.buffers
+
+    @staticmethod
+    def _register(own: Callable, hook: Callable, **options: Any) -> RemovableHandle:
+        return RemovableHandle(OrderedDict()) if hook.__module__.startswith('deepspeed.') else own(hook, **options)
+
+    def restore(self) -> None:
+        for name in (*self._NAMES, 'parameters'):
+            delattr(self._module, name)
 
 
 class _StayFrozen(TrainerCallback):

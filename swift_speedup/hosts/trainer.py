@@ -13,7 +13,7 @@ from ..log import logger
 from ..stats import Stats
 
 
-def _size(nbytes: float) -> str:
+def size_text(nbytes: float) -> str:
     return f'{nbytes / 2 ** 30:.2f} GiB' if nbytes >= 2 ** 30 else f'{nbytes / 2 ** 20:.2f} MiB'
 
 
@@ -45,8 +45,8 @@ class SummaryCallback(TrainerCallback):
         self._unseen = False
         if self._samples and handle.stats.misses:
             each = handle.kept_bytes_per_sample()
-            logger.info('%s per sample are kept: about %s for a dataset of %d rows with one such sample each; %s', _size(each),
-                        _size(each * self._samples), self._samples, handle.room())
+            logger.info('%s per sample are kept: about %s for a dataset of %d rows with one such sample each; %s', size_text(each),
+                        size_text(each * self._samples), self._samples, handle.room())
             self._samples = 0
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
